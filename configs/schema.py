@@ -1,0 +1,173 @@
+"""Every knob of rlooper, once, with its default and its unit.
+
+One frozen dataclass per room. A comment beside a key says what it does; `None` means "decided by the estimator" or "off",
+as the comment says. Values are checked in `load.py`; nothing writes to a configuration after that.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from omegaconf import MISSING
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    path: str = MISSING  # Hugging Face folder or hub name of the policy; also the frozen reference
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # engines, reference and published weights; masters stay float32
+    trust_remote_code: bool = False  # run Python shipped with the model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    train: str = MISSING  # jsonl file of training rows
+    prompt_column: str = "prompt"  # a string, or a list of {role, content} messages for the model's chat template
+    max_prompt_tokens: int = 1024  # a longer prompt is refused before anything starts
+    shuffle: bool = True  # a new permutation each epoch, from `seed`
+    seed: int = 0  # of the permutation alone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmConfig:
+    advantage_estimator: str = "rloo"  # rloo | reinforce_plus_plus | grpo | reinforce | reinforce_plus_plus_token | path.py:function
+    scale_rewards: Literal["group", "batch", "none"] | None = None  # None: group for grpo, batch for reinforce_plus_plus, none otherwise
+    whiten_over: Literal["sequence", "token"] = "sequence"  # reinforce_plus_plus: population of its standard deviation
+    discount: float = 1.0  # reinforce_plus_plus_token: gamma per response token
+    beta: float = 0.04  # KL coefficient; 0 starts no reference worker
+    kl_in_reward: bool | None = None  # None: false for grpo, true otherwise. True: k1 summed over the response, before the baseline
+    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] | None = None  # KL in the loss; None: k2 for reinforce_plus_plus, k3 otherwise
+    kl_target: float | None = None  # nats per sequence; set: beta adapts towards it
+    kl_horizon: int = 10000  # samples over which an adaptive beta moves
+    reward_clip: float | None = None  # raw rewards are clipped to [-reward_clip, reward_clip] before KL; None: off
+    overlong_buffer_tokens: int = 0  # soft overlong penalty over the last so many tokens; 0: off
+    overlong_penalty: float = 1.0  # its greatest value
+    mask_truncated: bool = False  # samples cut at max_new_tokens leave the loss and the KL
+    policy_loss: Literal["ppo_clip", "gspo", "rloo_sequence", "cispo", "reinforce"] = "ppo_clip"
+    clip_low: float = 0.2  # ratio clipped at 1 - clip_low
+    clip_high: float = 0.2  # ratio clipped at 1 + clip_high
+    dual_clip: float | None = None  # bound c > 1 on the surrogate of negative advantages; None: off
+    aggregation: Literal[
+        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"
+    ] = "token_mean"  # how token losses become one number; denominators count the whole step
+    entropy_coef: float = 0.0  # entropy bonus; 0: entropy is a metric only
+    correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "none"  # importance weight exp(old - rollout) for engine mismatch and staleness
+    correction_ratio: Literal["product", "geometric"] = "product"  # sequence ratio: unbiased product or stable geometric mean
+    correction_min: float = 0.0  # masks: smallest ratio kept
+    correction_max: float = 2.0  # masks: greatest ratio kept; truncation: cap
+    off_policy_mask_delta: float | None = None  # drop A < 0 samples whose mean(rollout - new) exceeds it; None: off
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    backend: Literal["vllm", "hf"] = "vllm"  # hf: transformers, for machines where vLLM cannot run
+    num_workers: int = 1
+    num_cpus: float = 1.0  # Ray CPUs a worker holds
+    num_gpus: float = 0.0  # Ray GPUs a worker holds
+    threads: int = 1  # OpenMP threads of a worker
+    num_generations: int = 8  # K samples per prompt
+    max_new_tokens: int = 256  # response tokens at most
+    max_model_len: int = 2048  # context of the engine: prompt and response tokens
+    max_concurrent_samples: int = 128  # samples an engine decodes at once
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    stop_token_ids: list[int] = field(default_factory=list)  # beside every EOS of the model; the token is kept in the sample
+    kv_cache_mib: int = 512  # KV cache of an engine, MiB
+    timeout_s: float = 600.0  # deadline of one group
+    engine_args: dict[str, Any] = field(default_factory=dict)  # vLLM's own arguments; keys that rlooper owns are refused
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceConfig:
+    num_workers: int = 1
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    threads: int = 1
+    timeout_s: float = 600.0  # deadline of one group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardConfig:
+    function: str = "exact_match"  # built in, or path.py:function with the signature f(prompts, completions, **columns) -> list
+    answer_column: str = "answer"  # exact_match compares with this column
+    num_workers: int = 1
+    num_cpus: float = 1.0
+    timeout_s: float = 60.0  # deadline of one group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    rank: int = 0  # 0: train all parameters
+    alpha: float = 16.0
+    targets: str = "all-linear"  # peft's target_modules, comma separated
+    dora: bool = False
+    rslora: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerConfig:
+    num_ranks: int = 1
+    num_cpus: float = 1.0  # Ray CPUs a rank holds
+    num_gpus: float = 0.0  # Ray GPUs a rank holds
+    threads: int = 1  # OpenMP threads of a rank
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    lr: float = 1e-6
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0  # optimizer updates with rising lr
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0  # greatest gradient norm; 0: off
+    num_mini_batches: int = 1  # optimizer updates per pass over a step's groups
+    num_epochs: int = 1  # passes over a step's groups
+    max_tokens_per_micro_batch: int = 4096  # tokens of one forward, after packing
+    shared_prompt: bool = True  # compute the prompt of a group once for its K samples, where it pays
+    logprob_chunk_tokens: int = 1024  # positions of which logits exist at one time
+    gradient_checkpointing: bool = False
+    offload_optimizer: bool = False  # optimizer state in CPU memory (ZeRO 1 to 3)
+    offload_parameters: bool = False  # parameters in CPU memory (ZeRO 3)
+    max_skipped_updates: int = 3  # consecutive non-finite updates after which the run ends
+    timeout_s: float = 1800.0  # deadline of one phase
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    deepspeed: dict[str, Any] = field(default_factory=dict)  # DeepSpeed's own keys; keys that rlooper owns are refused
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    num_steps: int = 100
+    prompts_per_step: int = 16  # P groups per step
+    max_staleness: int = 0  # a group was started at most so many versions before it is trained; 0: strictly on-policy
+    seed: int = 0  # of sampling
+    output_dir: str = "runs/default"  # run folder
+    sample_table_every: int = 5  # steps between tables of samples; 0: off
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    data: str | None = None  # jsonl file of held-out rows; None: no evaluation
+    every: int = 0  # steps between evaluations; 0: before and after only
+    max_prompts: int = 512
+    sampled: bool = True  # with the training temperature, one sample per prompt
+    greedy: bool = True  # temperature 0, one sample per prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    address: str = "local"  # local: a private Ray; auto: the running one; HOST:PORT
+    num_cpus: int | None = None  # CPUs of a private Ray; None: all
+    start_timeout_s: float = 600.0  # until every worker is ready
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
