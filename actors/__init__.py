@@ -1,0 +1,1 @@
+"""Things that read weights: rollout, reference and reward workers, and the pool that keeps them alive."""

@@ -1,0 +1,73 @@
+"""What the loop needs of the other rooms. Actors and learner implement these; only build.py knows the classes."""
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from orchestrator.types import (
+    Draw,
+    EngineReport,
+    GroupFacts,
+    Published,
+    Ref,
+    Reward,
+    Sampling,
+    ScoredGroup,
+    StepMetrics,
+)
+
+
+class Publication(Protocol):
+    """One weight version on its way out. It can be iterated again: a replaced engine loads the last one."""
+
+    def buckets(self) -> AsyncIterator[Ref]:
+        """Yield refs to WeightBucket as the learner makes them, in order."""
+        ...
+
+    async def published(self) -> Published:
+        """Wait for the end of the publication; raises what broke it."""
+        ...
+
+
+class Rollout(Protocol):
+    """Engines that sample from the policy."""
+
+    async def generate(self, draw: Draw, sampling: Sampling) -> tuple[Ref, GroupFacts]:
+        """Sample one group; the ref leads to a Group."""
+        ...
+
+    async def load(self, publication: Publication) -> Sequence[EngineReport]:
+        """Load a weight version into every engine, drop caches made under the old one, prove it."""
+        ...
+
+
+class Reference(Protocol):
+    """The frozen model."""
+
+    async def logprobs(self, group_ref: Ref) -> Ref:
+        """Score the K responses of a group; the ref leads to a tuple of K float32 arrays (T,)."""
+        ...
+
+
+class Rewarder(Protocol):
+    """Whatever turns a group into K rewards."""
+
+    async def score(self, group_ref: Ref) -> tuple[Reward, ...]:
+        """Score the K responses of a group."""
+        ...
+
+
+class Learner(Protocol):
+    """The only part that changes weights."""
+
+    async def step(self, groups: Sequence[ScoredGroup]) -> StepMetrics:
+        """Train on P groups: logprobs where needed -> advantages -> update."""
+        ...
+
+    def publish(self, steps: int) -> Publication:
+        """Start publishing the present weights as version `steps`."""
+        ...
+
+    async def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder that from_pretrained and vLLM load."""
+        ...
