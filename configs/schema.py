@@ -29,12 +29,16 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmConfig:
     advantage_estimator: str = "rloo"  # rloo | reinforce_plus_plus | grpo | reinforce | reinforce_plus_plus_token | path.py:function
-    scale_rewards: Literal["group", "batch", "none"] | None = None  # None: group for grpo, batch for reinforce_plus_plus, none otherwise
+    scale_rewards: Literal["group", "batch", "none"] | None = (
+        None  # None: group for grpo, batch for reinforce_plus_plus, none otherwise
+    )
     whiten_over: Literal["sequence", "token"] = "sequence"  # reinforce_plus_plus: population of its standard deviation
     discount: float = 1.0  # reinforce_plus_plus_token: gamma per response token
     beta: float = 0.04  # KL coefficient; 0 starts no reference worker
     kl_in_reward: bool | None = None  # None: false for grpo, true otherwise. True: k1 summed over the response, before the baseline
-    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] | None = None  # KL in the loss; None: k2 for reinforce_plus_plus, k3 otherwise
+    kl_estimator: Literal["k1", "k2", "k3", "unbiased"] | None = (
+        None  # None: k1 in reward; in the loss k2 for reinforce_plus_plus, k3 otherwise
+    )
     kl_target: float | None = None  # nats per sequence; set: beta adapts towards it
     kl_horizon: int = 10000  # samples over which an adaptive beta moves
     reward_clip: float | None = None  # raw rewards are clipped to [-reward_clip, reward_clip] before KL; None: off
@@ -49,9 +53,9 @@ class AlgorithmConfig:
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"
     ] = "token_mean"  # how token losses become one number; denominators count the whole step
     entropy_coef: float = 0.0  # entropy bonus; 0: entropy is a metric only
-    correction: Literal[
-        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = "none"  # importance weight exp(old - rollout) for engine mismatch and staleness
+    correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
+        None  # importance weight exp(old - rollout); None: none at staleness 0, above it the choice is yours
+    )
     correction_ratio: Literal["product", "geometric"] = "product"  # sequence ratio: unbiased product or stable geometric mean
     correction_min: float = 0.0  # masks: smallest ratio kept
     correction_max: float = 2.0  # masks: greatest ratio kept; truncation: cap
