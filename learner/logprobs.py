@@ -1,0 +1,224 @@
+"""Log-probabilities of given tokens under a Hugging Face causal language model, in bounded memory.
+
+    logprob(t) = log_softmax(head(hidden) / temperature)[t]
+
+The temperature is the rollout's, so that these equal vLLM's processed logprobs. The head runs only where a token is
+predicted, once per place, and logits exist for `chunk_tokens` places at one time, forward and backward. The learner and the
+reference worker both use this module: where their weights are equal, so are their logprobs, to the bit.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from learner.families import Family, attention_cost, input_ids, position_ids, prove
+from learner.packing import MicroBatch, SampleKey, plan
+from orchestrator.types import Group
+
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1.0}  # nats; a lost mask differs by far more on a trained model
+
+
+class TokenLogprobs(nn.Module):
+    """A causal language model whose forward gives logprobs (M,) and entropies (M,) of a micro-batch's pairs."""
+
+    def __init__(
+        self, model: nn.Module, *, temperature: float, chunk_tokens: int, compute_dtype: torch.dtype | None = None
+    ) -> None:
+        """Wrap `model`, a PreTrainedModel or a PeftModel around one; `compute_dtype` below its own means autocast."""
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        own = next(model.parameters()).dtype
+        self.compute_dtype = compute_dtype or own
+        self.casts = self.compute_dtype is not own
+        self.head = ChunkedHead(self.causal_lm, temperature, chunk_tokens)
+        self.family = Family(self.causal_lm)
+        self.attention_cost = attention_cost(self.causal_lm)
+        self.eval()  # no dropout: old and new logprobs must be of one policy
+        prove(self, _TOLERANCE[self.compute_dtype])
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The Hugging Face model itself; peft's adapters, if any, live inside of its layers."""
+        model = self.model
+        return model if isinstance(model, PreTrainedModel) else model.get_base_model()  # pyright: ignore
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.model.parameters()).device
+
+    def autocast(self) -> AbstractContextManager:
+        """Compute in `compute_dtype` over parameters of a wider one."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.casts)
+
+    def forward(self, batch: MicroBatch, with_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logprobs and entropies (zeros unless asked for), float32, (M,) each, in the order of the pairs."""
+        device = self.device
+        tokens, positions, nodes, pair_nodes, pair_tokens = (
+            torch.from_numpy(array).to(device, non_blocking=True)
+            for array in (input_ids(batch), position_ids(batch), batch.nodes, batch.pair_nodes, batch.pair_tokens)
+        )
+        with self.autocast():
+            hidden = self.causal_lm.base_model(
+                input_ids=tokens,
+                attention_mask=self.family.masks(batch, device),
+                position_ids=positions,
+                use_cache=False,
+            ).last_hidden_state
+            return self.head(hidden.flatten(0, 1)[nodes], pair_nodes, pair_tokens, with_entropy)
+
+    def plan(
+        self, groups: Sequence[Group], chosen: Sequence[Sequence[int]], *, max_tokens: int, share: bool, whole: bool = False
+    ) -> list[MicroBatch]:
+        """Cut samples into micro-batches that this model can take."""
+        return plan(
+            groups,
+            chosen,
+            max_tokens=max_tokens,
+            share=share and self.family.tree,
+            attention_cost=self.attention_cost,
+            whole_groups=whole,
+            one_tree_per_row=not self.family.tree,
+        )
+
+
+class ChunkedHead(nn.Module):
+    """The language-model head over chunks of places. One leaf module: ZeRO-3 gathers its weight once, however many chunks."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float, chunk_tokens: int) -> None:
+        super().__init__()
+        head = model.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            raise ValueError(
+                f"The head of {type(model).__name__} must be a plain linear layer, got {type(head).__name__}. "
+                "Leave lm_head out of learner.lora.targets, or use another model."
+            )
+        config = model.config.get_text_config()
+        self.lm_head = head
+        self.softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
+        self.temperature = temperature
+        self.chunk_tokens = chunk_tokens
+
+    def forward(
+        self, hidden: torch.Tensor, pair_nodes: torch.Tensor, pair_tokens: torch.Tensor, with_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Score `pair_tokens` (M,) at the places `pair_nodes` (M,) of `hidden` (U, H)."""
+        settings = (1.0 / self.temperature, self.softcap, self.chunk_tokens, with_entropy)
+        return _ChunkedLogprob.apply(hidden, self.lm_head.weight, self.lm_head.bias, pair_nodes, pair_tokens, settings)  # pyright: ignore
+
+
+class _ChunkedLogprob(torch.autograd.Function):
+    """log_softmax of the pairs, with logits recomputed in backward unless they fit in one chunk."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, pair_nodes, pair_tokens, settings):  # noqa: ANN001, ANN205
+        scale, softcap, chunk, with_entropy = settings
+        device_type = hidden.device.type
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
+        order = torch.argsort(pair_nodes, stable=True)
+        logprobs = torch.empty(len(pair_nodes), dtype=torch.float32, device=hidden.device)
+        entropy_nodes = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        kept = None
+        with torch.autocast(device_type, enabled=False):
+            head = weight.to(dtype)
+            for start, stop, pairs in _chunks(len(hidden), chunk, pair_nodes, order):
+                log_p = torch.log_softmax(_logits(hidden[start:stop].to(dtype), head, bias, scale, softcap), -1)
+                logprobs[pairs] = log_p[pair_nodes[pairs] - start, pair_tokens[pairs]]
+                if with_entropy:
+                    entropy_nodes[start:stop] = -(log_p.exp() * log_p).sum(-1)
+                if len(hidden) <= chunk and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+                    kept = log_p
+        ctx.save_for_backward(hidden, weight, bias, pair_nodes, pair_tokens, order, entropy_nodes, kept)
+        ctx.settings, ctx.dtype = settings, dtype
+        return logprobs, entropy_nodes[pair_nodes]
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):  # noqa: ANN001, ANN205  # pyright: ignore
+        hidden, weight, bias, pair_nodes, pair_tokens, order, entropy_nodes, kept = ctx.saved_tensors
+        scale, softcap, chunk, with_entropy = ctx.settings
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight) if need_weight else None
+        grad_bias = torch.zeros_like(bias) if need_bias else None
+        at_node = torch.zeros_like(entropy_nodes).index_add_(0, pair_nodes, grad_logprobs)
+        entropy_at_node = torch.zeros_like(entropy_nodes).index_add_(0, pair_nodes, grad_entropy) if with_entropy else None
+        head = weight.to(ctx.dtype)
+        for start, stop, pairs in _chunks(len(hidden), chunk, pair_nodes, order):
+            part = hidden[start:stop].to(ctx.dtype)
+            logits = None
+            if kept is None or softcap:
+                logits = _logits(part, head, bias, scale, softcap)
+            log_p = torch.log_softmax(logits, -1) if kept is None else kept
+            p = log_p.exp()
+            grad = p * -at_node[start:stop, None]
+            if entropy_at_node is not None:
+                grad -= entropy_at_node[start:stop, None] * p * (log_p + entropy_nodes[start:stop, None])
+            grad.index_put_((pair_nodes[pairs] - start, pair_tokens[pairs]), grad_logprobs[pairs], accumulate=True)
+            if softcap:
+                grad *= 1.0 - (logits / (softcap * scale)) ** 2
+            grad = (grad * scale).to(ctx.dtype)
+            if grad_hidden is not None:
+                grad_hidden[start:stop] = (grad @ head).to(hidden.dtype)
+            if grad_weight is not None:
+                _add_outer(grad_weight, grad, part)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=grad_bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def score_groups(
+    module: TokenLogprobs, groups: Sequence[Group], *, max_tokens_per_micro_batch: int, shared_prompt: bool
+) -> list[tuple[np.ndarray, ...]]:
+    """Score the K responses of each group, without gradient.
+
+    Returns:
+        Per group, K float32 arrays (T,).
+    """
+    chosen = [range(len(group.samples)) for group in groups]
+    found: dict[SampleKey, torch.Tensor] = {}
+    for batch in module.plan(groups, chosen, max_tokens=max_tokens_per_micro_batch, share=shared_prompt):
+        found |= logprobs_of(module, batch)
+    return [tuple(found[g, k].numpy() for k in range(len(group.samples))) for g, group in enumerate(groups)]
+
+
+@torch.no_grad()
+def logprobs_of(module: nn.Module, batch: MicroBatch) -> dict[SampleKey, torch.Tensor]:
+    """Return each sample's logprobs (T,), float32 on the CPU; `module` is a TokenLogprobs or an engine around one."""
+    logprobs, _ = module(batch)
+    return dict(zip(batch.keys, logprobs.cpu().split(batch.lengths.tolist()), strict=True))
+
+
+def load_model(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Load a causal language model with attention that takes any mask."""
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation="sdpa"
+    )
+
+
+def _chunks(count: int, chunk: int, pair_nodes: torch.Tensor, order: torch.Tensor):  # noqa: ANN202
+    """Yield (start, stop, indices of the pairs at these places)."""
+    starts = list(range(0, count, chunk))
+    edges = torch.searchsorted(pair_nodes[order], torch.tensor([*starts, count], device=order.device)).tolist()
+    for i, start in enumerate(starts):
+        yield start, min(start + chunk, count), order[edges[i] : edges[i + 1]]
+
+
+def _logits(part: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float) -> torch.Tensor:
+    logits = (part @ head.T).float()
+    if bias is not None:
+        logits += bias.float()
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits if scale == 1.0 else logits * scale
+
+
+def _add_outer(total: torch.Tensor, grad: torch.Tensor, part: torch.Tensor) -> None:
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.T, part)
+    else:
+        total += grad.T @ part  # a product in compute precision, the sum in the parameter's
