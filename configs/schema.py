@@ -9,6 +9,25 @@ from typing import Any, Literal
 
 from omegaconf import MISSING
 
+# keys of learner.deepspeed that rlooper sets itself (a dot reaches into a section); load.py refuses them
+DEEPSPEED_OWNED_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "managed_gradient_accumulation",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "torch_autocast",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization.stage",
+    "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param",
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
@@ -60,6 +79,7 @@ class AlgorithmConfig:
     correction_min: float = 0.0  # masks: smallest ratio kept
     correction_max: float = 2.0  # masks: greatest ratio kept; truncation: cap
     off_policy_mask_delta: float | None = None  # drop A < 0 samples whose mean(rollout - new) exceeds it; None: off
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"  # pi_old of ratio and KL: the learner's, or the engine's (saves a forward)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +97,7 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     stop_token_ids: list[int] = field(default_factory=list)  # beside every EOS of the model; the token is kept in the sample
-    kv_cache_mib: int = 512  # KV cache of an engine, MiB
+    kv_cache_mib: int | None = None  # KV cache of an engine; None: 512 on a CPU, vLLM's choice on a GPU
     timeout_s: float = 600.0  # deadline of one group
     engine_args: dict[str, Any] = field(default_factory=dict)  # vLLM's own arguments; keys that rlooper owns are refused
 

@@ -52,8 +52,8 @@ class Reference(Protocol):
 class Rewarder(Protocol):
     """Whatever turns a group into K rewards."""
 
-    async def score(self, group_ref: Ref) -> tuple[Reward, ...]:
-        """Score the K responses of a group."""
+    async def score(self, group_ref: Ref, num_samples: int) -> tuple[Reward, ...]:
+        """Score the responses of a group; a reward that cannot be had comes back invalid."""
         ...
 
 

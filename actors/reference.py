@@ -1,0 +1,43 @@
+"""Reference worker: the frozen model scores groups straight from the object store."""
+
+import numpy as np
+
+from configs.schema import Config
+from orchestrator.types import Group
+
+
+class ReferenceWorker:
+    """Ray actor around the frozen policy; logprobs come from the learner's own code, so that KL is exactly 0 at the start."""
+
+    def __init__(self, config: Config, name: str) -> None:
+        import torch  # heavy; the process has its log file by now
+
+        from learner.logprobs import TokenLogprobs, load_model
+
+        self._name, self._learner = name, config.learner
+        model = load_model(
+            config.model.path,
+            dtype=getattr(torch, config.model.dtype),
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        device = "cuda" if config.reference.num_gpus > 0 else "cpu"
+        self._model = TokenLogprobs(
+            model.to(device).requires_grad_(False),
+            temperature=config.rollout.temperature,
+            chunk_tokens=config.learner.logprob_chunk_tokens,
+        )
+
+    def ready(self) -> str:
+        """Return the worker's name once its model is loaded."""
+        return self._name
+
+    def logprobs(self, group: Group) -> tuple[np.ndarray, ...]:
+        """Score the K responses of a group: K float32 arrays (T,), temperature applied."""
+        from learner.logprobs import score_groups
+
+        return score_groups(
+            self._model,
+            [group],
+            max_tokens_per_micro_batch=self._learner.max_tokens_per_micro_batch,
+            shared_prompt=self._learner.shared_prompt,
+        )[0]
