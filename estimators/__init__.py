@@ -1,1 +1,1 @@
-"""The mathematics: pure functions of tensors, one file per algorithm; the listing of this folder is the list of algorithms."""
+"""The mathematics: pure functions of tensors, one file per algorithm; the folder listing is the list of algorithms."""

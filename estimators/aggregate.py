@@ -1,9 +1,11 @@
 """How the losses of tokens become one number: the same for policy, KL and entropy terms.
 
-Denominators are counted over the whole optimizer step, on all ranks, before the first micro-batch: the sum of the parts is the
-whole, for any micro-batch size, packing or number of ranks. Responses without a chosen token leave the count of sequences.
-Sources: token_mean, DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.3; sequence_mean_token_mean, GRPO, arXiv 2402.03300,
-equation 3; constant_length, Dr.GRPO, Liu et al. 2025, arXiv 2503.20783.
+Denominators are counted over the whole optimizer step, on all ranks, before the first micro-batch: the sum of the parts
+is the whole, for any micro-batch size, packing or number of ranks. Responses without a chosen token leave the count of
+sequences.
+
+Sources: token_mean, DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.3; sequence_mean_token_mean, GRPO, Shao et al.
+2024, arXiv 2402.03300, equation 3; constant_length, Dr.GRPO, Liu et al. 2025, arXiv 2503.20783.
 """
 
 from dataclasses import dataclass
@@ -26,7 +28,8 @@ class StepTotals:
     def __add__(self, other: "StepTotals") -> "StepTotals":
         if self.max_new_tokens != other.max_new_tokens:
             raise ValueError(
-                f"max_new_tokens must be the same throughout a step, got {self.max_new_tokens} and {other.max_new_tokens}. "
+                f"max_new_tokens must be the same throughout a step, "
+                f"got {self.max_new_tokens} and {other.max_new_tokens}. "
                 "Count every part with the configured value, not with its padded width."
             )
         return StepTotals(

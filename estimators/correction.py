@@ -1,12 +1,12 @@
 """Importance weights for samples that another distribution than the learner's made.
 
-The engine's kernels, its precision and its older weights make the rollout logprobs differ from the learner's. The weight is
-exp(old - rollout); it multiplies the policy loss of the token, never the KL term, and never enters a denominator.
-Sources: truncation, Ionides 2008, and Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
-training"; masking and the geometric mean, Liu et al. 2025, "When speed kills stability"; off-policy mask, DeepSeek-V3.2 2025,
-arXiv 2512.02556.
+The engine's kernels, its precision and its older weights make the rollout logprobs differ from the learner's. The
+weight is exp(old - rollout); it multiplies the policy loss of the token, never the KL term, and never enters a
+denominator. All of it is undefined where top_p or top_k cut the sampled distribution; such configurations are refused.
 
-All of it is undefined where top_p or top_k cut the sampled distribution; such configurations are refused.
+Sources: truncation, Ionides 2008, and Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+training"; masking and the geometric mean, Liu et al. 2025, "When speed kills stability"; off-policy mask, DeepSeek-V3.2
+2025, arXiv 2512.02556.
 """
 
 import torch
@@ -23,16 +23,18 @@ def correction_weights(
     """Compute the weight of each token.
 
         w_t = exp(old_t - rollout_t)
-        product:   W = exp(sum_t (old_t - rollout_t))        the response's true importance ratio; its variance grows with length
-        geometric: W = exp(mean_t (old_t - rollout_t))       comparable between lengths, biased
+        product:   W = exp(sum_t (old_t - rollout_t))        the importance ratio of the response
+        geometric: W = exp(mean_t (old_t - rollout_t))       its mean per token
 
         none:              1
         token_truncate:    min(w_t, max)
         token_mask:        w_t where min <= w_t <= max, else 0
         sequence_truncate: min(W, max)
-        sequence_mask:     where min <= W <= max: W (product) or w_t (geometric, for a mean is no importance ratio), else 0
+        sequence_mask:     W (product) or w_t (geometric) where min <= W <= max, else 0
 
-    min and max are `correction_min` and `correction_max`; the ratio is `correction_ratio`.
+    min and max are `correction_min` and `correction_max`; product or geometric is `correction_ratio`. The product is
+    unbiased and its variance grows with length; the geometric mean compares responses of any length and is no
+    importance ratio, so that behind its mask each token keeps its own.
 
     Args:
         algorithm: the options.
@@ -68,8 +70,8 @@ def correction_weights(
                 weights_NT = torch.where(corrected_NT, 0.0, token_NT if geometric else sequence_NT)
             case _:
                 raise ValueError(
-                    f"algorithm.correction must be none, token_truncate, token_mask, sequence_truncate or sequence_mask, "
-                    f"got {algorithm.correction!r}. Choose one of them."
+                    "algorithm.correction must be none, token_truncate, token_mask, sequence_truncate or "
+                    f"sequence_mask, got {algorithm.correction!r}. Choose one of them."
                 )
     facts = {"rollout_ratio": token_NT, "corrected": mask_NT & corrected_NT}
     return torch.where(mask_NT, weights_NT, 0.0), facts

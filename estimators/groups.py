@@ -1,9 +1,10 @@
 """Statistics of groups of rewards, shared by the outcome estimators.
 
-Everything is float64 and taken after subtracting a reward of the same population, so that a constant group gives exactly 0
-(the mean of K equal float32 numbers is often not that number) and a nearly constant one keeps its true value.
+Everything is float64 and taken after subtracting a reward of the same population, so that a constant group gives
+exactly 0 (the mean of K equal float32 numbers is often not that number) and a nearly constant one keeps its true value.
 
-Shapes: P prompts, K samples per prompt. `valid_PK` is bool; what lies at an invalid position, NaN included, never matters.
+Shapes: P prompts, K samples per prompt. `valid_PK` is bool; what lies at an invalid position, NaN included, never
+matters.
 """
 
 from typing import Literal

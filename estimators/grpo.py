@@ -24,6 +24,7 @@ def grpo(rewards_PK: Tensor, valid_PK: Tensor, num_tokens_PK: Tensor, *, scale_r
         scale_rewards: group, batch or none.
 
     Returns:
-        Advantages, (P, K) float64: exactly 0 for invalid samples, constant groups and groups with fewer than two valid ones.
+        Advantages, (P, K) float64: exactly 0 for invalid samples, constant groups and groups with fewer than two valid
+        ones.
     """
     return divide_by_std(center(rewards_PK, valid_PK), rewards_PK, valid_PK, scale_rewards)

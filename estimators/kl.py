@@ -1,11 +1,11 @@
 """KL divergence from the reference: per-token forms, in the reward or in the loss, and the adaptive coefficient.
 
-With d = log pi - log ref of a sampled token, each form estimates KL(pi || ref) from samples of pi. As a loss the value of a
-form says little; its gradient counts, and each docstring states it (the tests enumerate it).
-Sources: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); Ziegler et al. 2019, arXiv 1909.08593 (KL in
-the reward, adaptive coefficient).
+With d = log pi - log ref of a sampled token, each form estimates KL(pi || ref) from samples of pi. As a loss the value
+of a form says little; its gradient counts, and each docstring states it (the tests enumerate it). Masks select before
+anything is computed, so padding may hold NaN or infinity.
 
-Masks select before anything is computed, so padding may hold NaN or infinity.
+Sources: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); Ziegler et al. 2019, arXiv 1909.08593 (KL in the
+reward, adaptive coefficient).
 """
 
 from typing import Literal
@@ -18,15 +18,16 @@ K3_BOUND = 10.0  # nats per token
 
 
 def k1(logprobs_NT: Tensor, ref_logprobs_NT: Tensor) -> Tensor:
-    """Unbiased, of either sign: d.
+    """Take the log-ratio: d. Unbiased, of either sign.
 
-    Gradient: that of the log-probability itself, whose expectation is 0. Useless as a loss; this is the form for the reward.
+    Gradient: that of the log-probability itself, whose expectation is 0. Useless as a loss; this is the form for the
+    reward.
     """
     return logprobs_NT - ref_logprobs_NT
 
 
 def k2(logprobs_NT: Tensor, ref_logprobs_NT: Tensor) -> Tensor:
-    """Biased, never negative: d^2 / 2.
+    """Take half its square: d^2 / 2. Biased, never negative.
 
     Gradient: d * grad log pi; for samples of pi its expectation is exactly grad KL(pi || ref).
     """
@@ -34,20 +35,21 @@ def k2(logprobs_NT: Tensor, ref_logprobs_NT: Tensor) -> Tensor:
 
 
 def k3(logprobs_NT: Tensor, ref_logprobs_NT: Tensor) -> Tensor:
-    """Unbiased, never negative: exp(-d) - 1 + d, with |d| bounded at 20 and the value at 10.
+    """Take exp(-d) - 1 + d, with |d| bounded at 20 and the value at 10. Unbiased within the bounds, never negative.
 
-    Gradient: (1 - exp(-d)) * grad log pi; for samples of pi its expectation is grad KL(ref || pi), the other direction, which
-    equals grad KL(pi || ref) only to first order. 0 where the value exceeds 10.
+    Gradient: (1 - exp(-d)) * grad log pi; for samples of pi its expectation is grad KL(ref || pi), the other direction,
+    which equals grad KL(pi || ref) only to first order. 0 where the value exceeds 10.
     """
     gap_NT = (ref_logprobs_NT - logprobs_NT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return (gap_NT.exp() - gap_NT - 1).clamp(max=K3_BOUND)
 
 
 def unbiased(logprobs_NT: Tensor, ref_logprobs_NT: Tensor, old_logprobs_NT: Tensor) -> Tensor:
-    """Value and gradient unbiased, for samples of an older policy too: w * k3, with w = exp(log pi - log old) per token.
+    """Take w * k3 with w = exp(log pi - log old): unbiased in value and gradient, for samples of an older policy too.
 
-    Gradient: w * d * grad log pi, which is that of w * k3 with w differentiated, written so that no bound cuts it; for samples
-    of old its expectation is exactly grad KL(pi || ref). The ratio is the token's, whatever ratio the policy loss uses.
+    Gradient: w * d * grad log pi, which is that of w * k3 with w differentiated, written so that no bound cuts it; for
+    samples of old its expectation is exactly grad KL(pi || ref). The ratio is the token's, whatever ratio the policy
+    loss uses.
     """
     log_weight_NT = (logprobs_NT - old_logprobs_NT).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     weight_NT = log_weight_NT.exp()

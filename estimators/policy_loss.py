@@ -1,14 +1,17 @@
 """Policy losses, per token.
 
-Every loss is written per token so that `aggregate` gives its value and its gradient. On-policy (ratio 1) all of them have the
-gradient of plain REINFORCE under every aggregation: -A * weight at each token. They differ in what they do off-policy.
-Sources: ppo_clip, Schulman et al. 2017, arXiv 1707.06347, equation 7, two bounds as in DAPO, arXiv 2503.14476; dual clip, Ye et
-al. 2020, arXiv 1912.09729; gspo, Zheng et al. 2025, arXiv 2507.18071; rloo_sequence, Ahmadian et al. 2024, arXiv 2402.14740 (the
-response is one action); cispo, MiniMax 2025, arXiv 2506.13585; reinforce, Williams 1992.
+Every loss is written per token so that `aggregate` gives its value and its gradient. On-policy (ratio 1) all of them
+have the gradient of plain REINFORCE under every aggregation: -A * weight at each token. They differ in what they do
+off-policy.
+
+Sources: ppo_clip, Schulman et al. 2017, arXiv 1707.06347, equation 7, two bounds as in DAPO, arXiv
+2503.14476; dual clip, Ye et al. 2020, arXiv 1912.09729; gspo, Zheng et al. 2025, arXiv 2507.18071; rloo_sequence,
+Ahmadian et al. 2024, arXiv 2402.14740 (the response is one action); cispo, MiniMax 2025, arXiv 2506.13585; reinforce,
+Williams 1992.
 
 Common arguments: `logprobs_NT` of the policy, with gradient; `old_logprobs_NT` of the policy at the start of the step;
-`advantages` (N, 1) or (N, T), a constant; `mask_NT` bool, tokens that the policy chose. Masks select before exp, so padding may
-hold NaN or infinity. Log-ratios are bounded at +-20; beyond, the ratio is constant.
+`advantages` (N, 1) or (N, T), a constant; `mask_NT` bool, tokens that the policy chose. Masks select before exp, so
+padding may hold NaN or infinity. Log-ratios are bounded at +-20; beyond, the ratio is constant.
 
 Each returns (loss_NT, facts). loss_NT is exactly 0, without gradient, outside the mask. facts, all (N, T) and detached:
 `ratio` (1 outside the mask), `clip_low` and `clip_high`, bool: the lower or upper bound decided the loss of this token.
@@ -46,8 +49,8 @@ def policy_loss(
         case "reinforce":
             return reinforce(*tensors)
     raise ValueError(
-        f"algorithm.policy_loss must be ppo_clip, gspo, rloo_sequence, cispo or reinforce, got {algorithm.policy_loss!r}. "
-        "Choose one of them."
+        "algorithm.policy_loss must be ppo_clip, gspo, rloo_sequence, cispo or reinforce, "
+        f"got {algorithm.policy_loss!r}. Choose one of them."
     )
 
 
@@ -92,8 +95,8 @@ def gspo(
         s_i = exp(mean_t (log pi - log old))
         loss_it = -min(s_i * A_i, clip(s_i, 1 - clip_low, 1 + clip_high) * A_i)        the same at every token of i
 
-    GSPO's own objective is the mean over responses: aggregation sequence_mean_token_mean, gradient s_i * A_i / n_i per token.
-    Bounds are of the order of 3e-4, for s_i is a mean.
+    GSPO's own objective is the mean over responses: aggregation sequence_mean_token_mean, gradient s_i * A_i / n_i per
+    token. Bounds are of the order of 3e-4, for s_i is a mean.
     """
     log_ratio_NT = _log_ratio(logprobs_NT, old_logprobs_NT, mask_NT)
     ratio_N1 = _bounded_exp(log_ratio_NT.sum(dim=1, keepdim=True) / _num_tokens(mask_NT))
@@ -115,8 +118,9 @@ def rloo_sequence(
         rho_i = exp(sum_t (log pi - log old))
         loss_it = -min(rho_i * A_i, clip(rho_i, 1 - clip_low, 1 + clip_high) * A_i) / n_i
 
-    The loss of a response is spread over its n_i tokens, so that sequence_mean_token_sum is the mean over responses (RLOO's own
-    objective), and token_mean and constant_length are that mean times a constant: no token counts less in a long response.
+    The loss of a response is spread over its n_i tokens, so that sequence_mean_token_sum is the mean over responses
+    (RLOO's own objective), and token_mean and constant_length are that mean times a constant: no token counts less in a
+    long response.
     """
     log_ratio_NT = _log_ratio(logprobs_NT, old_logprobs_NT, mask_NT)
     ratio_N1 = _bounded_exp(log_ratio_NT.sum(dim=1, keepdim=True))

@@ -68,8 +68,8 @@ def estimate_advantages(
         (P, K) float64: exactly 0 for invalid samples.
 
     Raises:
-        EstimatorError: for an estimator that cannot be loaded, or a user's function that returns another shape or a value that
-            is not finite.
+        EstimatorError: for an estimator that cannot be loaded, or a user's function that returns another shape or a
+            value that is not finite.
     """
     function = load_estimator(algorithm.advantage_estimator)
     advantages_PK = function(rewards_PK, valid_PK, num_tokens_PK, **_options(algorithm))
@@ -120,6 +120,7 @@ def _checked(name: str, advantages_PK: Any, valid_PK: Tensor) -> Tensor:
     if not bool(selected_PK.isfinite().all()):
         bad = selected_PK[~selected_PK.isfinite()][0].item()
         raise EstimatorError(
-            f"{name} must return finite advantages for valid rewards, got {bad}. Guard divisions by a constant group's spread."
+            f"{name} must return finite advantages for valid rewards, got {bad}. "
+            "Guard divisions by the spread of a constant group."
         )
     return selected_PK

@@ -1,7 +1,7 @@
 """REINFORCE++ baseline: group mean as baseline, spread of the whole batch as scale.
 
-Source: Hu et al. 2025, arXiv 2501.03262, section "REINFORCE++ w/ baseline"; the population of the standard deviation is the
-samples of the batch (as in ms-swift) or their tokens (as in the paper's code).
+Source: Hu et al. 2025, arXiv 2501.03262, section "REINFORCE++ w/ baseline"; the population of the standard deviation is
+the samples of the batch (as in ms-swift) or their tokens (as in the paper's code).
 """
 
 from typing import Literal
@@ -29,8 +29,9 @@ def reinforce_plus_plus(
         group:           A_i = c_i / (std_g c + 1e-4)
         none:            A_i = c_i
 
-    Unlike `grpo` with `batch`, differences between prompts do not enter the scale. Over `sequence` every group sums to 0;
-    over `token` it does not where lengths differ, for mu is weighted by length: a constant group gets -mu / sqrt(var).
+    Unlike `grpo` with `batch`, differences between prompts do not enter the scale. Over `sequence` every group sums to
+    0; over `token` it does not where lengths differ, for mu is weighted by length: a constant group gets -mu /
+    sqrt(var).
 
     Args:
         rewards_PK: rewards, (P, K).
@@ -40,8 +41,8 @@ def reinforce_plus_plus(
         whiten_over: population of the `batch` standard deviation.
 
     Returns:
-        Advantages, (P, K) float64: exactly 0 for invalid samples and, over sequences, constant groups and groups with fewer
-        than two valid samples.
+        Advantages, (P, K) float64: exactly 0 for invalid samples and, over sequences, constant groups and groups with
+        fewer than two valid samples.
     """
     centered_PK = center(rewards_PK, valid_PK)
     if scale_rewards == "batch" and whiten_over == "token":

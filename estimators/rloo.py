@@ -23,7 +23,8 @@ def rloo(rewards_PK: Tensor, valid_PK: Tensor, num_tokens_PK: Tensor, *, scale_r
         scale_rewards: group, batch or none.
 
     Returns:
-        Advantages, (P, K) float64: exactly 0 for invalid samples, constant groups and groups with fewer than two valid ones.
+        Advantages, (P, K) float64: exactly 0 for invalid samples, constant groups and groups with fewer than two valid
+        ones.
     """
     num_valid_P1 = count_valid(valid_PK)
     advantages_PK = center(rewards_PK, valid_PK) * num_valid_P1 / (num_valid_P1 - 1).clamp(min=1)

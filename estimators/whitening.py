@@ -1,7 +1,7 @@
 """Zero mean and unit variance over a population that may lie on several ranks.
 
-Each rank takes the moments of what it has, the moments are gathered and added in rank order, and each rank whitens its own
-part with the sum: the result is that of one rank, for any split. Merging: Chan, Golub, LeVeque 1983.
+Each rank takes the moments of what it has, the moments are gathered and added in rank order, and each rank whitens its
+own part with the sum: the result is that of one rank, for any split. Merging: Chan, Golub, LeVeque 1983.
 """
 
 from dataclasses import dataclass
