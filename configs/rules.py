@@ -33,7 +33,7 @@ class ConfigError(ValueError):
 
 
 def resolve(config: Config) -> Config:
-    """Fill in what the estimator decides; the result has no undecided key.
+    """Fill in what the estimator decides; what is still None is off.
 
     Raises:
         ConfigError: for an unknown estimator name.
@@ -47,6 +47,7 @@ def resolve(config: Config) -> Config:
         )
     scale, in_reward, loss_form = ESTIMATOR_DEFAULTS.get(name, USER_FUNCTION_DEFAULTS)
     in_reward = in_reward if algorithm.kl_in_reward is None else algorithm.kl_in_reward
+    kl = algorithm.beta > 0  # without KL its options stay undecided
     _refuse_without_effect(config, name)
     correction = algorithm.correction
     if correction is None:
@@ -60,8 +61,8 @@ def resolve(config: Config) -> Config:
         algorithm,
         advantage_estimator=name,
         scale_rewards=algorithm.scale_rewards or scale,
-        kl_in_reward=in_reward,
-        kl_estimator=algorithm.kl_estimator or ("k1" if in_reward else loss_form),
+        kl_in_reward=in_reward if kl else None,
+        kl_estimator=(algorithm.kl_estimator or ("k1" if in_reward else loss_form)) if kl else None,
         correction=correction,
     )
     return dataclasses.replace(config, algorithm=decided)

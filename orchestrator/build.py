@@ -1,0 +1,224 @@
+"""Composition root: Config -> parts. The one file that knows the concrete classes of the other rooms."""
+
+import asyncio
+import subprocess
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from rich.console import Console
+
+from actors.pool import Pool, Role, last_line
+from actors.process import runtime_env
+from actors.reference import ReferenceWorker
+from actors.rewards import BUILT_IN, RewardWorker
+from actors.roles import ReferencePool, RewardPool, RolloutPool
+from actors.rollout import RolloutWorker
+from configs.load import to_yaml
+from configs.rules import ConfigError
+from configs.schema import Config, ReferenceConfig, RewardConfig, RolloutConfig
+from learner.group import LearnerGroup
+from orchestrator.cluster import connect, needs_reference
+from orchestrator.evaluate import Evaluator
+from orchestrator.feed import Feed, Scoring
+from orchestrator.metrics import RunLog
+from orchestrator.prompts import PromptStream, read_prompts
+from orchestrator.train import Parts, train
+from orchestrator.types import Group, Prompt, Ref, Sampling
+
+RUN_ERRORS = (RuntimeError, OSError, ray.exceptions.RayError, ExceptionGroup)  # what can end a run that had started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """The prompts of a run."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+
+
+def check(config: Config) -> Data:
+    """Check everything that can be checked before an actor starts; returns the tokenised data.
+
+    Raises:
+        ConfigError: model, dataset or reward function cannot be used.
+    """
+    tokenizer = _load_tokenizer(config)
+    _check_context(config)
+    _check_reward(config.reward)
+    held_out = read_prompts(config.eval.data, "eval.data", config, tokenizer) if config.eval.data else []
+    return Data(
+        train=read_prompts(config.data.train, "data.train", config, tokenizer),
+        held_out=held_out[: config.eval.max_prompts],
+    )
+
+
+async def run(config: Config, console: Console) -> None:
+    """Check, connect, start every part, train, and leave no process behind.
+
+    Raises:
+        ConfigError: before an actor starts.
+        WorkerError, LearnerError, FeedError: what ended the run.
+    """
+    data = check(config)
+    folder = Path(config.train.output_dir).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    connect(config)
+    console.print(f"run folder {folder}; worker logs in {folder / 'logs'}", highlight=False)
+    try:
+        async with AsyncExitStack() as stack:
+            parts = await _start(config, data, folder, console, stack)
+            await train(config, parts)
+    finally:
+        ray.shutdown()
+    console.print(f"policy written to {folder / 'policy'}", highlight=False)
+
+
+async def _start(config: Config, data: Data, folder: Path, console: Console, stack: AsyncExitStack) -> Parts:
+    log_dir = folder / "logs"
+
+    def pool(name: str, make, part: RolloutConfig | ReferenceConfig | RewardConfig, threads: int, num_gpus: float) -> Pool:
+        role = Role(
+            name=name,
+            make=make,
+            num_workers=part.num_workers,
+            num_cpus=part.num_cpus,
+            num_gpus=num_gpus,
+            threads=threads,
+            timeout_s=part.timeout_s,
+            start_timeout_s=config.cluster.start_timeout_s,
+            log_dir=log_dir,
+        )
+        made = Pool(role)
+        stack.callback(made.stop)
+        return made
+
+    def rollout_worker(name: str):
+        return RolloutWorker, (config, name)
+
+    def reward_worker(name: str):
+        return RewardWorker, (config.reward, name)
+
+    def reference_worker(name: str):
+        return ReferenceWorker, (config, name)
+
+    rollout = RolloutPool(
+        pool("rollout", rollout_worker, config.rollout, config.rollout.threads, config.rollout.num_gpus),
+        dtype=config.model.dtype,
+        load_timeout_s=config.rollout.timeout_s,
+    )
+    rewarder = RewardPool(pool("reward", reward_worker, config.reward, 1, 0.0))
+    reference = None
+    if needs_reference(config):
+        part = config.reference
+        reference = ReferencePool(pool("reference", reference_worker, part, part.threads, part.num_gpus))
+    learner = LearnerGroup(
+        config, runtime_env=lambda name: runtime_env(name=name, log_dir=log_dir, threads=config.learner.threads)
+    )
+    stack.callback(learner.stop)
+    async with asyncio.TaskGroup() as starting:
+        for part in (learner, rollout, rewarder, *([reference] if reference else [])):
+            starting.create_task(part.start())
+    scoring = Scoring(rollout, rewarder, reference, _sampling(config))
+    feed = Feed(
+        PromptStream(data.train, shuffle=config.data.shuffle, seed=config.data.seed),
+        scoring,
+        num_groups=config.train.num_steps * config.train.prompts_per_step,
+        prompts_per_step=config.train.prompts_per_step,
+        max_staleness=config.train.max_staleness,
+    )
+    stack.push_async_callback(feed.close)
+    log = _run_log(config, folder, console)
+    stack.callback(log.close)
+    evaluator = Evaluator(
+        rollout, rewarder, data.held_out, temperatures=_eval_temperatures(config), seed=config.train.seed
+    )
+    return Parts(rollout=rollout, learner=learner, feed=feed, evaluator=evaluator, log=log)
+
+
+def _sampling(config: Config) -> Sampling:
+    return Sampling(
+        num_samples=config.rollout.num_generations,
+        temperature=config.rollout.temperature,
+        seed=config.train.seed,
+    )
+
+
+def _eval_temperatures(config: Config) -> dict[str, float]:
+    temperatures = {"sampled": config.rollout.temperature} if config.eval.sampled else {}
+    return temperatures | ({"greedy": 0.0} if config.eval.greedy else {})
+
+
+def _run_log(config: Config, folder: Path, console: Console) -> RunLog:
+    from torch.utils.tensorboard import SummaryWriter
+
+    async def open_group(ref: Ref) -> Group:
+        return await ref
+
+    return RunLog(
+        folder,
+        num_steps=config.train.num_steps,
+        table_every=config.train.sample_table_every,
+        open_group=open_group,
+        writer=SummaryWriter(folder / "tensorboard"),
+        console=console,
+    )
+
+
+def first_cause(error: BaseException) -> str:
+    """Find the sentence that explains the end of a run: parts start together and may fail together."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return last_line(error)
+    return str(error) or type(error).__name__
+
+
+def _load_tokenizer(config: Config):
+    from transformers import AutoTokenizer
+
+    path = config.model.path
+    if path.startswith(("/", ".", "~")) and not Path(path, "config.json").is_file():
+        raise ConfigError(
+            f"model.path must be a Hugging Face folder with a config.json, got {path}. "
+            "Check the path (`make demo-model` prepares the demo's)."
+        )
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        cause = str(error).splitlines()[0]
+        raise ConfigError(
+            f"model.path must be a Hugging Face folder or a hub name that can be reached, got {path} ({cause}). Check the name."
+        ) from None
+
+
+def _check_context(config: Config) -> None:
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    limit = getattr(model.get_text_config(), "max_position_embeddings", None)  # not every architecture has one
+    if limit is not None and config.rollout.max_model_len > limit:
+        raise ConfigError(
+            f"rollout.max_model_len must be at most the model's context ({limit}), got {config.rollout.max_model_len}. "
+            "Lower it, with data.max_prompt_tokens and rollout.max_new_tokens."
+        )
+
+
+def _check_reward(reward: RewardConfig) -> None:
+    """Import a user's reward function in a process of its own: its code never runs in the driver."""
+    if reward.function in BUILT_IN:
+        return
+    probe = "import sys; from actors.rewards import load_function, ConfigError\ntry: load_function(sys.argv[1])\nexcept ConfigError as e: sys.exit(str(e))"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", probe, reward.function], capture_output=True, text=True, timeout=60, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"reward.function must import within 60 s, got no end of {reward.function}. Move slow set-up into the function."
+        ) from None
+    if done.returncode != 0:
+        raise ConfigError(done.stderr.strip().splitlines()[-1])

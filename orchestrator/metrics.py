@@ -1,0 +1,182 @@
+"""What a run reports: metrics.jsonl, TensorBoard, one line per step, a table of samples; names as in README, "Metrics"."""
+
+import json
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from orchestrator.types import EngineReport, Group, Published, Ref, ScoredGroup, StepMetrics
+
+OpenGroup = Callable[[Ref], Awaitable[Group]]
+SHOWN_SAMPLES = 4
+
+
+class ScalarWriter(Protocol):
+    """TensorBoard's SummaryWriter, as far as it is used."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class Clock:
+    """Seconds of one step and of its parts."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._parts: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """Time one part."""
+        start = time.monotonic()
+        yield
+        self._parts[part] = time.monotonic() - start
+
+    def metrics(self) -> dict[str, float]:
+        """Report the parts, the whole step, and what lies outside of the parts."""
+        step = time.monotonic() - self._start
+        parts = {f"time/{part}_s": seconds for part, seconds in self._parts.items()}
+        return {**parts, "time/step_s": step, "time/other_s": step - sum(self._parts.values())}
+
+
+class RunLog:
+    """Writes what a run reports; `open_group` fetches a group for the table of samples."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_steps: int,
+        table_every: int,
+        open_group: OpenGroup,
+        writer: ScalarWriter,
+        console: Console,
+    ) -> None:
+        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+        self._num_steps, self._table_every = num_steps, table_every
+        self._open_group, self._writer, self._console = open_group, writer, console
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            console=console, disable=not console.is_terminal, transient=True,
+        )  # fmt: skip
+        self._task = self._progress.add_task("train", total=num_steps)
+        self._warned: set[str] = set()
+        self._progress.start()
+
+    async def step(self, step: int, metrics: StepMetrics, groups: Sequence[ScoredGroup]) -> None:
+        """Record one step; every few steps show some samples."""
+        self._write(step, metrics)
+        self._warn_of_invalid(groups)
+        self._console.print(step_line(step, self._num_steps, metrics), highlight=False)
+        self._progress.update(self._task, completed=step)
+        if self._table_every and (step == 1 or step % self._table_every == 0):
+            self._console.print(await self._table(step, groups[0]))
+
+    def evaluation(self, step: int, metrics: StepMetrics) -> None:
+        """Record one evaluation."""
+        if not metrics:
+            return
+        self._write(step, metrics)
+        names = sorted({key.split("/")[1] for key in metrics})
+        parts = [
+            f"{name} {metrics[f'eval/{name}/reward_mean']:.3f} ± {metrics[f'eval/{name}/reward_stderr']:.3f}" for name in names
+        ]
+        count = int(metrics[f"eval/{names[0]}/num_prompts"])
+        self._console.print(f"eval at step {step}: {', '.join(parts)} (mean reward over {count} held-out prompts)", highlight=False)
+
+    def close(self) -> None:
+        """Flush everything."""
+        self._progress.stop()
+        self._file.close()
+        self._writer.close()
+
+    def _write(self, step: int, metrics: StepMetrics) -> None:
+        self._file.write(json.dumps({"step": step, **metrics}, allow_nan=True) + "\n")
+        self._file.flush()
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def _warn_of_invalid(self, groups: Sequence[ScoredGroup]) -> None:
+        for group in groups:
+            for reward in group.rewards:
+                if not reward.valid and reward.detail and reward.detail not in self._warned and len(self._warned) < 10:
+                    self._warned.add(reward.detail)
+                    self._console.print(f"[yellow]a reward is invalid ({reward.cause}) for prompt {group.draw.prompt.id}:[/] {reward.detail}")
+
+    async def _table(self, step: int, scored: ScoredGroup) -> Table:
+        group = await self._open_group(scored.group_ref)
+        table = Table(title=f"samples at step {step}", title_justify="left")
+        for column in ("prompt", "response", "reward"):
+            table.add_column(column, overflow="fold")
+        for sample, reward in list(zip(group.samples, scored.rewards, strict=True))[:SHOWN_SAMPLES]:
+            table.add_row(repr(_tail(scored.draw.prompt.text)), repr(sample.text), f"{reward.value:.3g}")
+        return table
+
+
+def step_line(step: int, num_steps: int, metrics: StepMetrics) -> str:
+    """Write one step as a plain line."""
+    shown = [("reward", "reward/mean", ".3f"), ("kl", "kl/ref", ".4f"), ("len", "response_length/mean", ".1f"),
+             ("grad", "optim/grad_norm", ".2f"), ("mismatch", "mismatch/logprob_abs_diff", ".1e"),
+             ("rollout", "time/rollout_s", ".1fs"), ("learn", "time/learner_s", ".1fs"),
+             ("sync", "time/weight_sync_s", ".2fs"), ("step", "time/step_s", ".1fs")]  # fmt: skip
+    parts = [
+        f"{label} {metrics[name]:{form.rstrip('s')}}{'s' if form.endswith('s') else ''}"
+        for label, name, form in shown
+        if name in metrics
+    ]
+    return f"step {step:>4}/{num_steps}  " + "  ".join(parts)
+
+
+def group_metrics(groups: Sequence[ScoredGroup], *, version: int) -> dict[str, float]:
+    """Summarise what was sampled and scored for one step.
+
+    Args:
+        groups: P scored groups.
+        version: weight version that is about to be trained.
+    """
+    rewards = [reward for group in groups for reward in group.rewards]
+    valid = [reward.value for reward in rewards if reward.valid]
+    values = [[reward.value for reward in group.rewards if reward.valid] for group in groups]
+    constant = [len(set(row)) == 1 for row in values]
+    lengths = [num for group in groups for num in group.facts.num_tokens]
+    truncated = [cut for group in groups for cut in group.facts.truncated]
+    staleness = [version - group.facts.started_version for group in groups]
+    return {
+        "reward/mean": statistics.fmean(valid),
+        "reward/std": statistics.pstdev(valid),
+        "reward/min": min(valid),
+        "reward/max": max(valid),
+        "reward/invalid_frac": 1 - len(valid) / len(rewards),
+        "group/zero_std_frac": statistics.fmean(constant),
+        "group/solve_all_frac": statistics.fmean(c and row[0] == max(valid) for c, row in zip(constant, values, strict=True)),
+        "response_length/mean": statistics.fmean(lengths),
+        "response_length/max": max(lengths),
+        "response/truncated_frac": statistics.fmean(truncated),
+        "staleness/mean": statistics.fmean(staleness),
+        "staleness/max": max(staleness),
+        "rollout/version_span": max(group.facts.newest_version - group.facts.started_version for group in groups),
+        "time/generate_s": max(group.facts.generate_s for group in groups),
+    }
+
+
+def sync_metrics(published: Published, reports: Sequence[EngineReport]) -> dict[str, float]:
+    """Summarise one weight sync."""
+    return {
+        "sync/version": published.version.steps,
+        "sync/mib": published.num_bytes / 2**20,
+        "sync/engines": len(reports),
+        "sync/probe_abs_diff": max(report.probe_abs_diff for report in reports),
+        "time/weight_sync_paused_s": max(report.paused_s for report in reports),
+    }
+
+
+def _tail(text: str, length: int = 60) -> str:
+    return text if len(text) <= length else "…" + text[-length:]
