@@ -1,8 +1,8 @@
 """How the losses of tokens become one number: the same for policy, KL and entropy terms.
 
 Denominators are counted over the whole optimizer step, on all ranks, before the first micro-batch: the sum of the parts
-is the whole, for any micro-batch size, packing or number of ranks. Responses without a chosen token leave the count of
-sequences.
+is the whole, for any micro-batch size, packing or number of ranks. Responses without a chosen token leave the means over
+sequences; they stay in constant_length, whose divisor depends on nothing that the policy does.
 
 Sources: token_mean, DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.3; sequence_mean_token_mean, GRPO, Shao et al.
 2024, arXiv 2402.03300, equation 3; constant_length, Dr.GRPO, Liu et al. 2025, arXiv 2503.20783.
@@ -23,6 +23,7 @@ class StepTotals:
 
     num_tokens: int  # chosen tokens
     num_sequences: int  # responses with at least one chosen token
+    num_samples: int  # responses with a valid reward, those that `mask_truncated` emptied included
     max_new_tokens: int  # the divisor of constant_length
 
     def __add__(self, other: "StepTotals") -> "StepTotals":
@@ -35,6 +36,7 @@ class StepTotals:
         return StepTotals(
             num_tokens=self.num_tokens + other.num_tokens,
             num_sequences=self.num_sequences + other.num_sequences,
+            num_samples=self.num_samples + other.num_samples,
             max_new_tokens=self.max_new_tokens,
         )
 
@@ -43,13 +45,14 @@ def count_totals(mask_NT: Tensor, max_new_tokens: int) -> StepTotals:
     """Count one part of a step.
 
     Args:
-        mask_NT: tokens that enter the loss, (N, T) bool.
+        mask_NT: tokens that enter the loss, (N, T) bool; a row per response with a valid reward.
         max_new_tokens: as configured, tokens.
     """
     num_tokens_N = mask_NT.sum(dim=1)
     return StepTotals(
         num_tokens=int(num_tokens_N.sum()),
         num_sequences=int((num_tokens_N > 0).sum()),
+        num_samples=len(mask_NT),
         max_new_tokens=max_new_tokens,
     )
 
@@ -60,7 +63,7 @@ def token_weights(mode: Aggregation, mask_NT: Tensor, totals: StepTotals) -> Ten
         token_mean:               1 / M                M chosen tokens of the step
         sequence_mean_token_mean: 1 / (S * n_i)        S non-empty responses of the step, n_i tokens of this one
         sequence_mean_token_sum:  1 / S
-        constant_length:          1 / (S * max_new_tokens)
+        constant_length:          1 / (B * max_new_tokens)        B responses of the step, empty ones too
 
     Only sequence_mean_token_mean weighs the tokens of a long response less than those of a short one.
 
@@ -85,7 +88,7 @@ def token_weights(mode: Aggregation, mask_NT: Tensor, totals: StepTotals) -> Ten
         case "sequence_mean_token_sum":
             divisor_N1 = torch.full_like(num_tokens_N1, num_sequences)
         case "constant_length":
-            divisor_N1 = torch.full_like(num_tokens_N1, num_sequences * totals.max_new_tokens)
+            divisor_N1 = torch.full_like(num_tokens_N1, max(totals.num_samples, 1) * totals.max_new_tokens)
         case _:
             raise ValueError(
                 f"algorithm.aggregation must be token_mean, sequence_mean_token_mean, sequence_mean_token_sum or "

@@ -45,7 +45,7 @@ def load_estimator(name_or_path: str) -> Callable[..., Tensor]:
             f"algorithm.advantage_estimator must be one of {known} or path.py:function, got {name_or_path!r}. "
             "Choose one of them."
         )
-    function = getattr(_import_file(path), function_name, None)
+    function: Callable[..., Tensor] | None = getattr(_import_file(path), function_name, None)
     if not callable(function):
         raise EstimatorError(
             f"algorithm.advantage_estimator must name a function of {path}, got {function_name!r}. Define it there."
