@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, OwnerDiedError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    OwnerDiedError,
+    RayError,
+    RayTaskError,
+)
 
 from actors.engine import EngineError
 from actors.process import log_tail, runtime_env

@@ -79,14 +79,14 @@ class RewardWorker:
             columns["answer"] = columns[self._answer_column]
         try:
             values = self._call(prompt.text, completions, columns)
-        except Exception:
+        except Exception:  # noqa: BLE001 - a user's function may raise anything; each sample is tried alone
             return tuple(self._score_one(prompt.text, completion, columns) for completion in completions)
         return tuple(_reward(value) for value in values)
 
     def _score_one(self, prompt: str, completion: str, columns: dict[str, Any]) -> Reward:
         try:
             (value,) = self._call(prompt, [completion], columns)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as above
             return _invalid("error", f"{type(error).__name__}: {error}")
         return _reward(value)
 

@@ -3,9 +3,17 @@
 import asyncio
 from collections.abc import Sequence
 
-from actors.pool import Pool, PoisonError, Worker, WorkerError
+from actors.pool import PoisonError, Pool, Worker, WorkerError
 from orchestrator.ports import Publication
-from orchestrator.types import Draw, EngineReport, GroupFacts, Published, Ref, Reward, Sampling
+from orchestrator.types import (
+    Draw,
+    EngineReport,
+    GroupFacts,
+    Published,
+    Ref,
+    Reward,
+    Sampling,
+)
 
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}  # nats; a random probe's greatest difference between engine and learner
 

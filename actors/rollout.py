@@ -34,7 +34,9 @@ class RolloutWorker:
     """Ray actor around one engine; all methods are async and may overlap."""
 
     def __init__(self, config: Config, name: str) -> None:
-        from transformers import AutoTokenizer  # heavy; the process has its log file by now
+        from transformers import (
+            AutoTokenizer,  # heavy; the process has its log file by now
+        )
 
         self._name = name
         self._tokenizer = AutoTokenizer.from_pretrained(
@@ -184,7 +186,7 @@ class EngineThread:
         while self._broken is None:
             try:
                 self._turn()
-            except BaseException as error:  # the engine is gone: everyone who waits must hear of it
+            except BaseException as error:  # noqa: BLE001 - the engine is gone: everyone who waits must hear of it
                 self._fail(error)
         while True:
             self._commands.get()()

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
@@ -34,11 +35,12 @@ def load(arguments: Sequence[str]) -> Config:
     for argument in arguments:
         tree = _apply(tree, argument)
     try:
-        OmegaConf.resolve(tree)
         missing = sorted(OmegaConf.missing_keys(tree))
         if missing:
             raise ConfigError(f"{missing[0]} must be set, got nothing. Give {missing[0]}=VALUE or a recipe that sets it.")
-        config = OmegaConf.to_object(_expand_home(tree))
+        resolved = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(tree, resolve=True))
+        assert isinstance(resolved, DictConfig)
+        config = OmegaConf.to_object(_expand_home(resolved))
     except OmegaConfBaseException as error:
         raise _sentence(error) from None
     assert isinstance(config, Config)
@@ -72,7 +74,7 @@ def _apply(tree: DictConfig, argument: str) -> DictConfig:
     key = argument[plus:].split("=", 1)[0].strip()
     try:
         update = OmegaConf.from_dotlist([argument[plus:]])
-    except Exception as error:  # the YAML parser has its own exceptions
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{key} must be valid YAML, got {argument!r} ({str(error).splitlines()[0]}). Quote the value.") from None
     if plus == 1 and OmegaConf.select(tree, key, default=None) is not None:
         raise ConfigError(f"+{key} must name a key that is not set yet, got one that is. Write {key}=VALUE or ++{key}=VALUE.")
@@ -87,7 +89,7 @@ def _read_recipe(name: str) -> DictConfig:
         raise ConfigError(f"recipe must be an existing file, got {name}. {hint}")
     try:
         recipe = OmegaConf.load(path)
-    except Exception as error:  # the YAML parser has its own exceptions
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{name} must be valid YAML, got an error: {' '.join(str(error).split())}. Mend the file.") from None
     if not isinstance(recipe, DictConfig):
         raise ConfigError(f"{name} must be a mapping of sections, got {type(recipe).__name__}. See configs/demo.yaml.")

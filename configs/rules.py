@@ -23,8 +23,7 @@ ALIASES = {
     "reinforce++": "reinforce_plus_plus_token",
 }
 ENGINE_OWNED = frozenset(
-    "model tokenizer dtype max_model_len max_num_seqs logprobs_mode weight_transfer_config worker_extension_cls "
-    "kv_cache_memory_bytes seed trust_remote_code skip_tokenizer_init".split()
+    ["model", "tokenizer", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "weight_transfer_config", "worker_extension_cls", "kv_cache_memory_bytes", "seed", "trust_remote_code", "skip_tokenizer_init"]
 )
 
 

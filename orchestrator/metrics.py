@@ -9,10 +9,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
-from orchestrator.types import EngineReport, Group, Published, Ref, ScoredGroup, StepMetrics
+from orchestrator.types import (
+    EngineReport,
+    Group,
+    Published,
+    Ref,
+    ScoredGroup,
+    StepMetrics,
+)
 
 OpenGroup = Callable[[Ref], Awaitable[Group]]
 SHOWN_SAMPLES = 4
@@ -60,7 +74,7 @@ class RunLog:
         writer: ScalarWriter,
         console: Console,
     ) -> None:
-        self._file = open(folder / "metrics.jsonl", "a", encoding="utf-8")
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._num_steps, self._table_every = num_steps, table_every
         self._open_group, self._writer, self._console = open_group, writer, console
         self._progress = Progress(

@@ -1,0 +1,190 @@
+"""The real loop over fakes: it learns, obeys the staleness bound, keeps its ledger, and lets no fault pass in silence."""
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from configs.load import load
+from configs.schema import Config
+from orchestrator.evaluate import Evaluator
+from orchestrator.feed import Feed, FeedError, Ledger, Scoring
+from orchestrator.metrics import RunLog
+from orchestrator.prompts import PromptStream
+from orchestrator.train import Parts, train
+from orchestrator.types import Sampling
+from tests.orchestrator.fakes import FakeLearner, FakeRewarder, FakeRollout, prompts
+
+
+class _Writer:
+    def add_scalar(self, *args: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def make(folder: Path, *overrides: str) -> Config:
+    return load(
+        ["model.path=x", "data.train=x", "algorithm.beta=0", f"train.output_dir={folder}", "eval.greedy=false",
+         "train.prompts_per_step=4", "train.sample_table_every=0", *overrides]
+    )  # fmt: skip
+
+
+async def run(config: Config, folder: Path, *, rollout=None, rewarder=None, learner=None) -> tuple[Parts, FakeLearner]:
+    rollout, rewarder = rollout or FakeRollout(), rewarder or FakeRewarder()
+    learner = learner or FakeLearner(config.algorithm)
+    sampling = Sampling(num_samples=config.rollout.num_generations, temperature=1.0, seed=config.train.seed)
+    feed = Feed(
+        PromptStream(prompts(), shuffle=True, seed=0),
+        Scoring(rollout, rewarder, None, sampling),
+        num_groups=config.train.num_steps * config.train.prompts_per_step,
+        prompts_per_step=config.train.prompts_per_step,
+        max_staleness=config.train.max_staleness,
+    )
+
+    async def open_group(ref):
+        return ref
+
+    log = RunLog(
+        folder,
+        num_steps=config.train.num_steps,
+        table_every=config.train.sample_table_every,
+        open_group=open_group,
+        writer=_Writer(),
+        console=Console(quiet=True),
+    )
+    evaluator = Evaluator(rollout, rewarder, prompts(), temperatures={"sampled": 1.0}, seed=0)
+    parts = Parts(rollout=rollout, learner=learner, feed=feed, evaluator=evaluator, log=log)
+    try:
+        async with asyncio.timeout(60):
+            await train(config, parts)
+    finally:
+        await feed.close()
+        log.close()
+    return parts, learner
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus", "grpo", "reinforce"])
+def test_it_learns_with_every_estimator_at_every_staleness(tmp_path, estimator, staleness):
+    config = make(
+        tmp_path, f"algorithm.advantage_estimator={estimator}", f"train.max_staleness={staleness}",
+        "algorithm.correction=none", "train.num_steps=40",
+    )  # fmt: skip
+    parts, learner = asyncio.run(run(config, tmp_path))
+    evals = [row["eval/sampled/reward_mean"] for row in lines(tmp_path) if "eval/sampled/reward_mean" in row]
+    assert evals[-1] > 0.8 > evals[0]
+    assert max(stale for _, stale in learner.trained) == staleness  # generation is the faster side: the bound is reached
+    assert parts.feed.ledger == Ledger(drawn=160, trained=160)
+    assert learner.exported == tmp_path / "policy"
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_feed_never_draws_beyond_the_last_step(tmp_path, staleness):
+    rollout = FakeRollout()
+    config = make(tmp_path, "train.num_steps=3", f"train.max_staleness={staleness}", "algorithm.correction=none")
+    asyncio.run(run(config, tmp_path, rollout=rollout))
+    trained = [number for number in rollout.generated]
+    assert sorted(n for n in set(trained) if n < 12) == list(range(12))
+    assert max(trained) == 11
+
+
+def test_timing_never_changes_the_result_at_staleness_0(tmp_path):
+    def weights(seed: int):
+        rng = random.Random(seed)
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        rollout = FakeRollout(delay=lambda draw: rng.random() * 0.003 if seed else 0.0)
+        return asyncio.run(run(make(folder, "train.num_steps=6"), folder, rollout=rollout))[1].logits
+
+    reference = weights(0)
+    assert all((weights(seed) == reference).all() for seed in (1, 2, 3))
+
+
+def test_a_group_with_fewer_than_two_valid_rewards_is_dropped_and_replaced(tmp_path):
+    rewarder = FakeRewarder(invalid=lambda draw, index: draw == 5 and index > 0)
+    parts, learner = asyncio.run(run(make(tmp_path, "train.num_steps=3"), tmp_path, rewarder=rewarder))
+    assert parts.feed.ledger == Ledger(drawn=13, trained=12, filtered=1)
+    assert sorted(number for number, _ in learner.trained) == [n for n in range(13) if n != 5]
+
+
+def test_invalid_rewards_of_one_sample_leave_the_statistics(tmp_path):
+    rewarder = FakeRewarder(invalid=lambda draw, index: index == 0)
+    asyncio.run(run(make(tmp_path, "train.num_steps=2"), tmp_path, rewarder=rewarder))
+    assert [row["reward/invalid_frac"] for row in lines(tmp_path) if "reward/mean" in row] == [1 / 8, 1 / 8]
+
+
+def test_a_reward_that_never_works_ends_the_run_with_its_cause(tmp_path):
+    rewarder = FakeRewarder(invalid=lambda draw, index: True)
+    with pytest.raises(FeedError, match="the judge is out"):
+        asyncio.run(run(make(tmp_path), tmp_path, rewarder=rewarder))
+
+
+class _Crash(FakeRollout):
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+
+    async def generate(self, draw, sampling):
+        if self.part == "generate" and draw.number == 6:
+            raise RuntimeError("generate broke")
+        return await super().generate(draw, sampling)
+
+    async def load(self, publication):
+        if self.part == "load" and publication.steps == 2:
+            raise RuntimeError("load broke")
+        return await super().load(publication)
+
+
+@pytest.mark.parametrize("part", ["generate", "load"])
+def test_a_crash_of_the_rollout_propagates(tmp_path, part):
+    with pytest.raises(RuntimeError, match=f"{part} broke"):
+        asyncio.run(run(make(tmp_path), tmp_path, rollout=_Crash(part)))
+
+
+def test_a_crash_of_the_learner_or_reward_propagates(tmp_path):
+    class Learner(FakeLearner):
+        async def step(self, groups):
+            raise RuntimeError("learner broke")
+
+    class Rewarder(FakeRewarder):
+        async def score(self, group, num_samples):
+            if group.draw.number == 3 and num_samples > 1:
+                raise RuntimeError("reward broke")
+            return await super().score(group, num_samples)
+
+    config = make(tmp_path)
+    with pytest.raises(RuntimeError, match="learner broke"):
+        asyncio.run(run(config, tmp_path, learner=Learner(config.algorithm)))
+    with pytest.raises(RuntimeError, match="reward broke"):
+        asyncio.run(run(config, tmp_path, rewarder=Rewarder()))
+
+
+def test_evaluation_never_changes_training(tmp_path):
+    def weights(name: str, every: int):
+        folder = tmp_path / name
+        folder.mkdir()
+        return asyncio.run(run(make(folder, "train.num_steps=5", f"eval.every={every}"), folder))[1].logits
+
+    assert (weights("with", 1) == weights("without", 0)).all()
+
+
+def test_a_lost_group_is_noticed():
+    with pytest.raises(FeedError, match="ledger|Ledger"):
+        Ledger(drawn=3, trained=1).check(in_flight=1)
+
+
+def test_time_parts_add_up(tmp_path):
+    asyncio.run(run(make(tmp_path, "train.num_steps=2"), tmp_path))
+    for row in lines(tmp_path):
+        if "time/step_s" in row:
+            parts = row["time/rollout_s"] + row["time/learner_s"] + row["time/weight_sync_s"] + row["time/other_s"]
+            assert parts == pytest.approx(row["time/step_s"])
