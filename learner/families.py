@@ -84,7 +84,7 @@ def prove(module: "TokenLogprobs", tolerance: float) -> None:
     Raises:
         ValueError: the model's logits are not those of its last hidden state and head, so that no path here fits it.
     """
-    from learner.logprobs import logprobs_of  # noqa: PLC0415 (it imports this module)
+    from learner.logprobs import logprobs_of
 
     family, model = module.family, module.causal_lm
     rng = np.random.default_rng(0)
@@ -111,7 +111,9 @@ def prove(module: "TokenLogprobs", tolerance: float) -> None:
         if gap <= tolerance:
             return
         family.tree = False
-        log.warning("%s: a shared prompt changes logprobs by %.1e; samples are padded instead", type(model).__name__, gap)
+        log.warning(
+            "%s: a shared prompt changes logprobs by %.1e; samples are padded instead", type(model).__name__, gap
+        )
     else:
         log.warning("%s takes no mask of ours: samples are padded, prompts are not shared", type(model).__name__)
     gap = difference([[tree] for tree in apart])

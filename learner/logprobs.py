@@ -7,7 +7,7 @@ predicted, once per place, and logits exist for `chunk_tokens` places at one tim
 reference worker both use this module: where their weights are equal, so are their logprobs, to the bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -35,7 +35,7 @@ class TokenLogprobs(nn.Module):
         own = next(model.parameters()).dtype
         self.compute_dtype = compute_dtype or own
         self.casts = self.compute_dtype is not own
-        self.head = ChunkedHead(self.causal_lm, temperature, chunk_tokens)
+        self.head = ChunkedHead(self.causal_lm, chunk_tokens)
         self.family = Family(self.causal_lm)
         self.attention_cost = attention_cost(self.causal_lm)
         self.eval()  # no dropout: old and new logprobs must be of one policy
@@ -56,7 +56,9 @@ class TokenLogprobs(nn.Module):
         """Compute in `compute_dtype` over parameters of a wider one."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.casts)
 
-    def forward(self, batch: MicroBatch, with_entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, batch: MicroBatch, with_entropy: bool = False, temperature: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprobs and entropies (zeros unless asked for), float32, (M,) each, in the order of the pairs."""
         device = self.device
         tokens, positions, nodes, pair_nodes, pair_tokens = (
@@ -70,19 +72,26 @@ class TokenLogprobs(nn.Module):
                 position_ids=positions,
                 use_cache=False,
             ).last_hidden_state
-            return self.head(hidden.flatten(0, 1)[nodes], pair_nodes, pair_tokens, with_entropy)
+            hidden = hidden.flatten(0, 1)[nodes]
+            return self.head(hidden, pair_nodes, pair_tokens, temperature or self.temperature, with_entropy)
 
     def plan(
-        self, groups: Sequence[Group], chosen: Sequence[Sequence[int]], *, max_tokens: int, share: bool, whole: bool = False
+        self,
+        groups: Mapping[int, Group],
+        chosen: Mapping[int, Sequence[int]],
+        *,
+        max_tokens: int,
+        share: bool,
+        whole_groups: bool = False,
     ) -> list[MicroBatch]:
-        """Cut samples into micro-batches that this model can take."""
+        """Cut samples into micro-batches that this model can take; see `packing.plan`."""
         return plan(
             groups,
             chosen,
             max_tokens=max_tokens,
             share=share and self.family.tree,
             attention_cost=self.attention_cost,
-            whole_groups=whole,
+            whole_groups=whole_groups,
             one_tree_per_row=not self.family.tree,
         )
 
@@ -90,7 +99,7 @@ class TokenLogprobs(nn.Module):
 class ChunkedHead(nn.Module):
     """The language-model head over chunks of places. One leaf module: ZeRO-3 gathers its weight once, however many chunks."""
 
-    def __init__(self, model: PreTrainedModel, temperature: float, chunk_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, chunk_tokens: int) -> None:
         super().__init__()
         head = model.get_output_embeddings()
         if type(head) is not nn.Linear:
@@ -101,14 +110,18 @@ class ChunkedHead(nn.Module):
         config = model.config.get_text_config()
         self.lm_head = head
         self.softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
-        self.temperature = temperature
         self.chunk_tokens = chunk_tokens
 
     def forward(
-        self, hidden: torch.Tensor, pair_nodes: torch.Tensor, pair_tokens: torch.Tensor, with_entropy: bool
+        self,
+        hidden: torch.Tensor,
+        pair_nodes: torch.Tensor,
+        pair_tokens: torch.Tensor,
+        temperature: float,
+        with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score `pair_tokens` (M,) at the places `pair_nodes` (M,) of `hidden` (U, H)."""
-        settings = (1.0 / self.temperature, self.softcap, self.chunk_tokens, with_entropy)
+        settings = (1.0 / temperature, self.softcap, self.chunk_tokens, with_entropy)
         return _ChunkedLogprob.apply(hidden, self.lm_head.weight, self.lm_head.bias, pair_nodes, pair_tokens, settings)  # pyright: ignore
 
 
@@ -116,7 +129,7 @@ class _ChunkedLogprob(torch.autograd.Function):
     """log_softmax of the pairs, with logits recomputed in backward unless they fit in one chunk."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, pair_nodes, pair_tokens, settings):  # noqa: ANN001, ANN205
+    def forward(ctx, hidden, weight, bias, pair_nodes, pair_tokens, settings):
         scale, softcap, chunk, with_entropy = settings
         device_type = hidden.device.type
         dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
@@ -138,7 +151,7 @@ class _ChunkedLogprob(torch.autograd.Function):
         return logprobs, entropy_nodes[pair_nodes]
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):  # noqa: ANN001, ANN205  # pyright: ignore
+    def backward(ctx, grad_logprobs, grad_entropy):  # pyright: ignore
         hidden, weight, bias, pair_nodes, pair_tokens, order, entropy_nodes, kept = ctx.saved_tensors
         scale, softcap, chunk, with_entropy = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -146,7 +159,9 @@ class _ChunkedLogprob(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None
         at_node = torch.zeros_like(entropy_nodes).index_add_(0, pair_nodes, grad_logprobs)
-        entropy_at_node = torch.zeros_like(entropy_nodes).index_add_(0, pair_nodes, grad_entropy) if with_entropy else None
+        entropy_at_node = (
+            torch.zeros_like(entropy_nodes).index_add_(0, pair_nodes, grad_entropy) if with_entropy else None
+        )
         head = weight.to(ctx.dtype)
         for start, stop, pairs in _chunks(len(hidden), chunk, pair_nodes, order):
             part = hidden[start:stop].to(ctx.dtype)
@@ -179,9 +194,11 @@ def score_groups(
     Returns:
         Per group, K float32 arrays (T,).
     """
-    chosen = [range(len(group.samples)) for group in groups]
+    chosen = {g: range(len(group.samples)) for g, group in enumerate(groups)}
     found: dict[SampleKey, torch.Tensor] = {}
-    for batch in module.plan(groups, chosen, max_tokens=max_tokens_per_micro_batch, share=shared_prompt):
+    for batch in module.plan(
+        dict(enumerate(groups)), chosen, max_tokens=max_tokens_per_micro_batch, share=shared_prompt
+    ):
         found |= logprobs_of(module, batch)
     return [tuple(found[g, k].numpy() for k in range(len(group.samples))) for g, group in enumerate(groups)]
 
@@ -200,7 +217,7 @@ def load_model(path: str, *, dtype: torch.dtype, trust_remote_code: bool = False
     )
 
 
-def _chunks(count: int, chunk: int, pair_nodes: torch.Tensor, order: torch.Tensor):  # noqa: ANN202
+def _chunks(count: int, chunk: int, pair_nodes: torch.Tensor, order: torch.Tensor):
     """Yield (start, stop, indices of the pairs at these places)."""
     starts = list(range(0, count, chunk))
     edges = torch.searchsorted(pair_nodes[order], torch.tensor([*starts, count], device=order.device)).tolist()
@@ -208,7 +225,9 @@ def _chunks(count: int, chunk: int, pair_nodes: torch.Tensor, order: torch.Tenso
         yield start, min(start + chunk, count), order[edges[i] : edges[i + 1]]
 
 
-def _logits(part: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float) -> torch.Tensor:
+def _logits(
+    part: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float
+) -> torch.Tensor:
     logits = (part @ head.T).float()
     if bias is not None:
         logits += bias.float()

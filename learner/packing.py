@@ -8,14 +8,14 @@ The last token of a response predicts nothing and is left out.
 Pure numpy: what a mask looks like to a model is decided in `families.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from orchestrator.types import Group
 
-SampleKey = tuple[int, int]  # (index of the group in the list given to `plan`, index of the sample in the group)
+SampleKey = tuple[int, int]  # (key of the group as given to `plan`, index of the sample in the group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,7 +38,9 @@ class Tree:
         """Return (L, L) bool: node i sees node j, which is i itself or an ancestor."""
         sees = np.zeros((self.size, self.size), dtype=bool)
         for start, path in zip(self.starts, self.paths, strict=True):
-            shared = int(np.searchsorted(path, start))  # paths ascend: what lies before `start` belongs to earlier samples
+            shared = int(
+                np.searchsorted(path, start)
+            )  # paths ascend: what lies before `start` belongs to earlier samples
             own = path[shared:]
             sees[own[:, None], path[None, :shared]] = True
             sees[own[:, None], own[None, :]] = np.tri(len(own), dtype=bool)
@@ -74,7 +76,7 @@ def build_tree(prompt: np.ndarray, responses: Sequence[np.ndarray], keys: Sequen
         keys: per sample, returned with the tree.
     """
     order = sorted(range(len(responses)), key=lambda i: responses[i].tolist())
-    tokens, depths, starts, paths = [np.asarray(prompt)], [np.arange(len(prompt))], [0], []
+    tokens, depths, starts, paths = ([np.asarray(prompt)], [np.arange(len(prompt))], [0], [])
     size, previous, path = len(prompt), responses[order[0]][:0], np.arange(len(prompt))
     for i in order:
         inputs = responses[i][:-1]
@@ -98,8 +100,8 @@ def build_tree(prompt: np.ndarray, responses: Sequence[np.ndarray], keys: Sequen
 
 
 def plan(
-    groups: Sequence[Group],
-    chosen: Sequence[Sequence[int]],
+    groups: Mapping[int, Group],
+    chosen: Mapping[int, Sequence[int]],
     *,
     max_tokens: int,
     share: bool,
@@ -112,7 +114,7 @@ def plan(
     A single sample longer than that gets a micro-batch of its own. The plan depends on nothing but its arguments.
 
     Args:
-        groups: the groups of this rank.
+        groups: the groups of this rank, by a number of the caller's.
         chosen: per group, the samples to compute; a group without any takes no part.
         max_tokens: budget of one forward.
         share: compute prefixes once where that costs less than computing samples apart.
@@ -121,8 +123,8 @@ def plan(
         one_tree_per_row: leave rows padded, for models that take no block mask.
     """
     items = []
-    for g, (group, samples) in enumerate(zip(groups, chosen, strict=True)):
-        trees = _trees(group, g, samples, max_tokens, share, attention_cost)
+    for g, samples in chosen.items():
+        trees = _trees(groups[g], g, samples, max_tokens, share, attention_cost)
         items += [trees] if whole_groups and trees else [[tree] for tree in trees]
     items.sort(key=lambda trees: -max(tree.size for tree in trees))  # stable: ties keep the order of the groups
     bins: list[_Bin] = []

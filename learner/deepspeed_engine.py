@@ -1,0 +1,260 @@
+"""The door to deepspeed: one optimizer step whose gradient does not depend on how the work was cut.
+
+    update = optimizer(sum over ranks and micro-batches of d loss / d parameters)
+
+DeepSpeed averages gradients over ranks, so each loss is multiplied by the number of ranks; denominators are the caller's and
+count the whole step. How many micro-batches a rank runs is free at stages 0 to 2: gradients stay local until `reduce`.
+Stage 3 gathers parameters in every forward, so there the caller runs equally many on every rank (`uneven_hangs`).
+
+Masters are float32 and so are gradients; bfloat16 is autocast inside of the module (DeepSpeed's own bf16 mode accumulates in
+bf16, notes/engine.md). Stage 0 neither records a norm nor skips non-finite gradients: done here, alike for every stage.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from configs.schema import Config, LearnerConfig
+from learner.logprobs import ChunkedHead, TokenLogprobs
+from learner.packing import MicroBatch
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+import deepspeed
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from deepspeed.utils import safe_get_full_grad, set_z3_leaf_modules
+
+BUCKET_ELEMENTS = 20_000_000  # larger ones only cost memory (measured: notes/engine.md, "Tuned")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What one optimizer update did."""
+
+    grad_norm: float  # before clipping, over all ranks; not finite where skipped
+    lr: float
+    skipped: bool  # the gradient was not finite: weights and moments are as before
+
+
+def join(rank: int, num_ranks: int, address: str, port: int, timeout_s: float) -> int:
+    """Join the ranks' process group: gloo on CPUs, NCCL on GPUs.
+
+    Rank 0 listens first (port 0: any free one, held from that moment on) and the others connect.
+
+    Returns:
+        The port on which rank 0 listens.
+    """
+    store = dist.TCPStore(address, port, num_ranks, rank == 0, timedelta(seconds=timeout_s), wait_for_workers=False)
+    _STORES.append(store)
+    return store.port
+
+
+def form_group(rank: int, num_ranks: int, timeout_s: float) -> torch.device:
+    """Wait for the other ranks; return this rank's device."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(
+        backend, store=_STORES[-1], rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s)
+    )
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
+    return device
+
+
+_STORES: list[dist.TCPStore] = []  # rank 0's store serves the group as long as the process lives
+
+
+class Engine:
+    """A TokenLogprobs module under DeepSpeed."""
+
+    def __init__(self, module: TokenLogprobs, config: Config) -> None:
+        """Shard, build the optimizer, wrap. The module's parameters are the float32 masters (or their shards)."""
+        learner = config.learner
+        self.module = module
+        self.stage: int = learner.zero_stage
+        self.num_ranks = dist.get_world_size()
+        self.updates = 0  # optimizer updates tried so far: what the schedule counts
+        self._total_updates = config.train.num_steps * learner.num_mini_batches * learner.num_epochs
+        self._learner = learner
+        if self.stage == 3:
+            set_z3_leaf_modules(module, [ChunkedHead])
+        trained = [p for p in module.parameters() if p.requires_grad]
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=_optimizer(trained, learner),
+            config=_deepspeed_config(learner),
+            dist_init_required=False,
+        )
+        module.eval()
+        if learner.gradient_checkpointing:
+            _checkpoint_layers(module)
+        self._engine: Any = engine
+
+    @property
+    def uneven_hangs(self) -> bool:
+        """Whether every rank must run the same number of forwards and backwards."""
+        return self.stage == 3 and self.num_ranks > 1
+
+    def __call__(self, batch: MicroBatch, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the module's forward."""
+        return self._engine(batch, **kwargs)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Collect the gradients of any number of `backward` calls; on exit they are summed over ranks."""
+        engine = self._engine
+        with ExitStack() as stack:
+            if self.stage == 0:
+                stack.enter_context(engine.no_sync())
+            elif self.stage < 3:
+                stack.enter_context(engine.coalesce_grad_reduction())
+            else:
+                engine.set_gradient_accumulation_boundary(
+                    True
+                )  # reduced after each backward, added to this rank's shard
+            yield
+            if self.stage in (1, 2):
+                for param in self.module.parameters():
+                    if param.requires_grad and param.grad is None:  # ranks must reduce the same parameters
+                        param.grad = torch.zeros_like(param)
+        if self.stage == 0:
+            engine.set_gradient_accumulation_boundary(True)
+            engine.allreduce_gradients(bucket_size=BUCKET_ELEMENTS)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of this rank's part of the step's loss."""
+        self._engine.backward(loss * self.num_ranks, scale_wrt_gas=False)
+
+    def update(self) -> Update:
+        """Clip, and move the weights by what was accumulated; a non-finite gradient moves nothing, at any stage."""
+        lr = self._learner.lr * lr_factor(self._learner, self.updates, self._total_updates)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.updates += 1
+        if self.stage == 0:
+            norm = self._stage_0_norm()
+            if not math.isfinite(norm):
+                self.discard()
+                return Update(grad_norm=norm, lr=lr, skipped=True)
+            self._engine.step()
+            return Update(grad_norm=norm, lr=lr, skipped=False)
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        return Update(grad_norm=norm, lr=lr, skipped=bool(self._engine.optimizer.overflow))
+
+    def pass_by(self) -> None:
+        """Count an update that had nothing to learn from, so that the schedule ends with the run."""
+        self.updates += 1
+
+    def discard(self) -> None:
+        """Forget what was accumulated."""
+        if self.stage == 0:
+            self._engine.zero_grad()
+            return
+        optimizer = self._engine.optimizer
+        optimizer.zero_grad(set_to_none=True)
+        if self.stage == 3:
+            optimizer.averaged_gradients = {}
+            return
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
+            optimizer.all_grad_tensors[group] = None
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return the whole reduced gradients by parameter name, on every rank; for tests, between accumulate and update."""
+        found = {}
+        for name, param in self.module.model.named_parameters():
+            if param.requires_grad:
+                grad = param.grad if self.stage == 0 else safe_get_full_grad(param)
+                found[name] = torch.zeros_like(param) if grad is None else grad.detach().clone()
+        return found
+
+    @contextmanager
+    def gathered(self, params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """Hold these parameters whole; under ZeRO-3 every rank must enter with the same ones."""
+        with GatheredParameters(list(params), enabled=self.stage == 3):
+            yield
+
+    def local(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """Return what this rank holds of a parameter, flat: all of it, or its shard under ZeRO-3."""
+        return (param.ds_tensor if self.stage == 3 else param).detach().view(-1)  # pyright: ignore
+
+    def save(self, folder: Path) -> None:
+        """Write masters, moments and counters, each rank its own share."""
+        self._engine.save_checkpoint(
+            str(folder), tag="engine", client_state={"updates": self.updates}, save_latest=False
+        )
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, with as many ranks and at the same stage; exact to the bit."""
+        path, client_state = self._engine.load_checkpoint(str(folder), tag="engine")
+        if path is None:
+            raise FileNotFoundError(
+                f"A learner checkpoint must lie in {folder}, got none. Give the folder of a finished one."
+            )
+        self.updates = client_state["updates"]
+
+    def _stage_0_norm(self) -> float:
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads))
+
+
+def lr_factor(learner: LearnerConfig, update: int, total_updates: int) -> float:
+    """Return the share of `lr` at an update: linear warm-up, then constant, linear or cosine down to 0 after the last."""
+    if update < learner.warmup_steps:
+        return (update + 1) / learner.warmup_steps
+    if learner.lr_schedule == "constant":
+        return 1.0
+    progress = (update - learner.warmup_steps) / max(1, total_updates - learner.warmup_steps)
+    progress = min(1.0, progress)
+    return 1.0 - progress if learner.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _optimizer(trained: list[torch.nn.Parameter], learner: LearnerConfig) -> torch.optim.Optimizer:
+    decayed = [p for p in trained if p.ndim >= 2]
+    rest = [p for p in trained if p.ndim < 2]
+    groups = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}] if learner.weight_decay and rest else trained
+    if learner.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=learner.lr, weight_decay=learner.weight_decay)
+    return torch.optim.AdamW(
+        groups, lr=learner.lr, betas=learner.adam_betas, weight_decay=learner.weight_decay, fused=True
+    )
+
+
+def _deepspeed_config(learner: LearnerConfig) -> dict[str, Any]:
+    zero: dict[str, Any] = {"reduce_bucket_size": BUCKET_ELEMENTS, "allgather_bucket_size": BUCKET_ELEMENTS}
+    theirs = dict(learner.deepspeed)
+    zero |= dict(theirs.pop("zero_optimization", {})) | {"stage": learner.zero_stage}
+    if learner.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if learner.offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return theirs | {
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed counts with it; our micro-batches are counted in tokens
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": learner.grad_clip,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU as well
+    }
+
+
+def _checkpoint_layers(module: TokenLogprobs) -> None:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    module.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in module.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True  # the layer alone, not what is in it: no dropout, see TokenLogprobs

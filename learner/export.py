@@ -1,0 +1,109 @@
+"""Writes the policy as a Hugging Face folder that from_pretrained and vLLM load without conversion."""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from learner.deepspeed_engine import Engine
+from learner.weights import list_weights, merged
+
+ADAPTER = "adapter"  # subfolder of the exported model that holds peft's own adapter
+
+
+def export(engine: Engine, source: str, folder: Path, dtype: torch.dtype, is_writer: bool) -> None:
+    """Write the (merged) model, its configuration and its tokenizer; with LoRA also the adapter alone.
+
+    Every rank calls it: under ZeRO-3 they gather together. One of them writes, beside the folder first, then in its place,
+    so that the folder is never half written.
+
+    Args:
+        engine: holds the masters.
+        source: folder or hub name that the policy came from; tokenizer and generation settings are its.
+        folder: where to write; replaced if it exists.
+        dtype: of the written weights.
+        is_writer: whether this rank writes.
+    """
+    state: dict[str, torch.Tensor] = {}
+    for weight in list_weights(engine.module.model):
+        with engine.gathered(weight.needed), torch.no_grad(), merged(weight) as tensor:
+            if is_writer:
+                state[weight.name] = tensor.detach().to("cpu", dtype, copy=True)
+    adapter = _adapter_state(engine)
+    if not is_writer:
+        return
+    folder = folder.absolute()
+    beside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    model = engine.module.causal_lm
+    _write_model(model, state, beside, dtype)
+    _copy_tokenizer(source, beside)
+    if adapter:
+        engine.module.model.save_pretrained(str(beside / ADAPTER), state_dict=adapter)  # pyright: ignore
+    _put_in_place(beside, folder)
+
+
+def _write_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:
+    """Save without touching the live model: an empty twin takes the tensors."""
+    with torch.device("meta"):
+        twin = type(model)(model.config)
+    for name, tensor in list(state.items()):
+        if name not in dict(twin.named_parameters()):
+            raise KeyError(f"Every exported tensor must belong to {type(model).__name__}, got {name}. This is a bug.")
+    twin.load_state_dict(state, strict=False, assign=True)
+    twin.tie_weights()
+    left = [name for name, tensor in twin.named_parameters() if tensor.is_meta]
+    if left:
+        raise KeyError(
+            f"Every parameter of {type(model).__name__} must be exported, got none for {left[0]}. This is a bug."
+        )
+    twin.config.dtype = dtype
+    twin.generation_config = model.generation_config if isinstance(model.generation_config, GenerationConfig) else None
+    twin.save_pretrained(str(folder))
+
+
+def _adapter_state(engine: Engine) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, param in engine.module.model.named_parameters():
+        if ".lora_" in name:
+            with engine.gathered([param]):
+                found[name] = param.detach().to("cpu", copy=True)
+    return found
+
+
+def _copy_tokenizer(source: str, folder: Path) -> None:
+    """Copy the tokenizer as it is; a folder without one (tests) exports without one."""
+    if not Path(source).is_dir():
+        AutoTokenizer.from_pretrained(source).save_pretrained(str(folder))
+        return
+    patterns = (
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.*",
+        "merges.txt",
+        "chat_template*",
+        "*.tiktoken",
+    )
+    for pattern in patterns:
+        for path in Path(source).glob(pattern):
+            if path.is_file():
+                shutil.copy(path, folder / path.name)
+
+
+def _put_in_place(beside: Path, folder: Path) -> None:
+    for path in beside.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    if folder.exists():
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+        beside.rename(folder)
+        shutil.rmtree(old)
+    else:
+        beside.rename(folder)

@@ -1,0 +1,225 @@
+"""The Learner port over one Ray actor per rank.
+
+A dead or failing rank ends every call at once with a LearnerError that names it, while the other ranks still wait in a
+collective for it. Whoever catches that closes the group: ranks are not rebuilt in place, a run resumes from a checkpoint.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from configs.schema import Config
+from learner.errors import LESS_MEMORY, LearnerError
+from learner.worker import LearnerWorker, Ready
+from orchestrator.types import Published, Ref, ScoredGroup, StepMetrics
+
+log = logging.getLogger(__name__)
+
+# glibc keeps big buffers instead of mapping and faulting them anew every step (notes/engine.md, "Tuned")
+KEEP_BUFFERS = {
+    "MALLOC_MMAP_THRESHOLD_": str(8 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(32 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
+PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "DS_ACCELERATOR")
+GRACE_S = 5.0  # after a rank failed, the others are given so long to say why: the first error is often a mere echo
+
+
+class Rank(LearnerWorker):
+    """A learner rank that fetches from Ray's object store."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        timeout_s = config.learner.timeout_s
+        super().__init__(config, rank, lambda refs: ray.get(list(refs), timeout=timeout_s))
+
+
+class Publication:
+    """One weight version on its way out. Refs are kept: a replaced engine loads the last one again."""
+
+    def __init__(self, stream: Any, num_buckets: int, assistants: Mapping[int, Ref], group: "LearnerGroup") -> None:
+        loop = asyncio.get_running_loop()
+        self._slots: list[asyncio.Future[Ref]] = [loop.create_future() for _ in range(num_buckets + 1)]
+        self._pump = asyncio.ensure_future(self._drain(stream, assistants, group))
+
+    async def buckets(self) -> AsyncIterator[Ref]:
+        """Yield refs to WeightBucket as the learner makes them, in order."""
+        for slot in self._slots[:-1]:
+            yield await asyncio.shield(slot)
+
+    async def published(self) -> Published:
+        """Wait for the end of the publication; raises what broke it."""
+        await asyncio.shield(self._pump)
+        return await self._slots[-1].result()
+
+    async def _drain(self, stream: Any, assistants: Mapping[int, Ref], group: "LearnerGroup") -> None:
+        """Pass on refs as they come; the buckets behind them are not opened here."""
+        last: Ref | None = None
+        try:
+            for slot in self._slots:
+                try:
+                    last = await group.within(0, "publish", anext(stream))
+                except StopAsyncIteration:  # it ended early: what it yielded last holds the error
+                    await group.within(0, "publish", last)
+                    raise LearnerError("A publication must yield every bucket, got too few. This is a bug.") from None
+                slot.set_result(last)
+            await group.within(0, "publish", last)
+            await group.gather("publish", assistants)
+        except LearnerError as error:
+            for slot in self._slots:
+                if not slot.done():
+                    slot.set_exception(error)
+                    slot.exception()  # seen: nobody may be waiting for it
+            raise
+
+
+class LearnerGroup:
+    """All ranks as one Learner."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        env: Callable[[str], Mapping[str, str]] = lambda name: {},
+        strategies: Sequence[Any] = (),
+    ) -> None:
+        """Create the actors; `start` waits for them.
+
+        Args:
+            config: resolved.
+            env: extra environment of the actor of a given name ("learner-0").
+            strategies: Ray scheduling strategy of each rank; empty: Ray's default.
+        """
+        learner = config.learner
+        self._config = config
+        self._names = [f"learner-{rank}" for rank in range(learner.num_ranks)]
+        self._ready: dict[int, Ready] = {}
+        actor = ray.remote(Rank)
+        self._actors = [
+            actor.options(
+                num_cpus=learner.num_cpus,
+                num_gpus=learner.num_gpus,
+                max_restarts=0,
+                scheduling_strategy=strategies[rank] if strategies else None,
+                runtime_env={"env_vars": _environment(learner.threads) | dict(env(name))},
+            ).remote(config, rank)
+            for rank, name in enumerate(self._names)
+        ]
+
+    async def start(self) -> list[Ready]:
+        """Let the ranks meet and load the model.
+
+        Raises:
+            LearnerError: a rank could not start, or not within cluster.start_timeout_s.
+        """
+        timeout_s = self._config.cluster.start_timeout_s
+        host, port = await self.within(0, "start", self._actors[0].listen.remote(), timeout_s)
+        refs = {rank: actor.start.remote(host, port) for rank, actor in enumerate(self._actors)}
+        self._ready = await self.gather("start", refs, timeout_s)
+        return [self._ready[rank] for rank in sorted(self._ready)]
+
+    async def step(self, groups: Sequence[ScoredGroup]) -> StepMetrics:
+        """Train on P groups; returns metrics over all ranks."""
+        receipts = ray.put(list(groups))  # once, however many ranks
+        found = await self.gather("step", {r: a.step.remote(receipts) for r, a in enumerate(self._actors)})
+        return found[0]
+
+    def publish(self, steps: int) -> Publication:
+        """Start publishing the present weights as version `steps`."""
+        stream = self._actors[0].publish.options(num_returns="streaming").remote(steps)
+        assistants = {}
+        if self._config.learner.zero_stage == 3:
+            assistants = {r: a.assist.remote() for r, a in enumerate(self._actors) if r > 0}
+        return Publication(stream, self._ready[0].num_buckets, assistants, self)
+
+    async def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder that from_pretrained and vLLM load."""
+        await self.gather("export", {r: a.export.remote(folder) for r, a in enumerate(self._actors)})
+
+    async def save(self, folder: Path) -> None:
+        """Write a checkpoint, each rank its part; making the folder atomic is the caller's."""
+        await self.gather("save", {r: a.save.remote(folder) for r, a in enumerate(self._actors)})
+
+    async def load(self, folder: Path) -> None:
+        """Read a checkpoint, with as many ranks and at the same ZeRO stage."""
+        await self.gather("load", {r: a.load.remote(folder) for r, a in enumerate(self._actors)})
+
+    def close(self) -> None:
+        """End the actors."""
+        for actor in self._actors:
+            ray.kill(actor)
+
+    async def gather(self, doing: str, refs: Mapping[int, Ref], timeout_s: float | None = None) -> dict[int, Any]:
+        """Wait for every rank, or for the first failure and the reason behind it."""
+        tasks = {rank: asyncio.ensure_future(self.within(rank, doing, ref, timeout_s)) for rank, ref in refs.items()}
+        if not tasks:
+            return {}
+        done, pending = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        if pending:
+            late, pending = await asyncio.wait(pending, timeout=GRACE_S)
+            done |= late
+        for task in pending:
+            task.cancel()
+        errors = [error for task in done if (error := task.exception()) is not None]
+        if errors:
+            raise max(errors, key=_telling)
+        return {rank: task.result() for rank, task in tasks.items()}
+
+    async def within(
+        self, rank: int, doing: str, waited_for: Awaitable[Any] | None, timeout_s: float | None = None
+    ) -> Any:
+        """Wait for one rank, with a deadline and a diagnosis."""
+        timeout_s = self._config.learner.timeout_s if timeout_s is None else timeout_s
+        assert waited_for is not None
+        try:
+            return await asyncio.wait_for(_plain(waited_for), timeout_s)
+        except TimeoutError:
+            raise LearnerError(
+                f"{self._who(rank)} must finish its {doing} within {timeout_s:g} s, got no answer. "
+                "Look at its log; raise learner.timeout_s or cluster.start_timeout_s if it only needs longer."
+            ) from None
+        except RayActorError as error:
+            raise LearnerError(
+                f"{self._who(rank)} must live through its {doing}, got its death: {_last_words(error)} "
+                f"If memory ran out: {LESS_MEMORY}"
+            ) from error
+        except RayTaskError as error:
+            cause = error.cause
+            said = str(cause) if isinstance(cause, LearnerError) else f"{type(cause).__name__}: {cause}"
+            raise LearnerError(f"{self._who(rank)} must finish its {doing}, got {said}") from error
+        except RayError as error:
+            raise LearnerError(
+                f"{self._who(rank)} must finish its {doing}, got {type(error).__name__}: {error}"
+            ) from error
+
+    def _who(self, rank: int) -> str:
+        ready = self._ready.get(rank)
+        place = f" (node {ready.node}, pid {ready.pid})" if ready else ""
+        return f"Learner rank {rank}{place}"
+
+
+async def _plain(waited_for: Awaitable[Any]) -> Any:
+    return await waited_for
+
+
+def _telling(error: BaseException) -> int:
+    """Rank errors by how much they explain: a death, then our own sentence, then whatever a collective saw of it."""
+    cause = error.__cause__
+    if isinstance(cause, RayActorError):
+        return 2
+    return 1 if isinstance(cause, RayTaskError) and isinstance(cause.cause, LearnerError) else 0
+
+
+def _last_words(error: RayActorError) -> str:
+    return " ".join(str(error).split())
+
+
+def _environment(threads: int) -> dict[str, str]:
+    passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | KEEP_BUFFERS | passed_on
