@@ -1,7 +1,7 @@
 """How the losses of tokens become one number: the same for policy, KL and entropy terms.
 
 Denominators are counted over the whole optimizer step, on all ranks, before the first micro-batch: the sum of the parts
-is the whole, for any micro-batch size, packing or number of ranks. Responses without a chosen token leave the means over
+is the whole, for any micro-batch size, packing or number of ranks. Responses without a chosen token leave means over
 sequences; they stay in constant_length, whose divisor depends on nothing that the policy does.
 
 Sources: token_mean, DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.3; sequence_mean_token_mean, GRPO, Shao et al.

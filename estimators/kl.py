@@ -41,7 +41,7 @@ def k3(logprobs_NT: Tensor, ref_logprobs_NT: Tensor) -> Tensor:
     which equals grad KL(pi || ref) only to first order. 0 where the value exceeds 10.
     """
     gap_NT = (ref_logprobs_NT - logprobs_NT).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return (gap_NT.exp() - gap_NT - 1).clamp(max=K3_BOUND)
+    return (gap_NT.expm1() - gap_NT).clamp(max=K3_BOUND)  # expm1 keeps the value of small gaps, and its sign
 
 
 def unbiased(logprobs_NT: Tensor, ref_logprobs_NT: Tensor, old_logprobs_NT: Tensor) -> Tensor:
