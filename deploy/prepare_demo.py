@@ -97,9 +97,9 @@ def addition_rows(seed: int) -> dict[str, list[dict[str, str]]]:
 
 def _row(question: tuple[int, int], seen: list[tuple[int, int]], rng: random.Random) -> dict[str, str]:
     solved = [pair for pair in rng.sample(seen, NUM_EXAMPLES + 2) if sorted(pair) != sorted(question)][:NUM_EXAMPLES]
-    lines = [f"{a}+{b}={a + b}\n" for a, b in solved]
+    lines = [f"{a} + {b} = {a + b}\n" for a, b in solved]
     a, b = question
-    return {"prompt": "".join(lines) + f"{a}+{b}=", "answer": str(a + b)}
+    return {"prompt": "".join(lines) + f"{a} + {b} =", "answer": str(a + b)}
 
 
 def _download_gguf(folder: Path) -> Path:
