@@ -35,9 +35,8 @@ def center(rewards_PK: Tensor, valid_PK: Tensor) -> Tensor:
         (P, K) float64. A constant group is exactly 0; so are invalid samples and groups with fewer than two valid ones.
     """
     offset_PK = _offset(rewards_PK.double(), valid_PK)
-    num_valid_P1 = count_valid(valid_PK)
-    mean_P1 = offset_PK.sum(dim=1, keepdim=True) / num_valid_P1.clamp(min=1)
-    return torch.where(valid_PK & (num_valid_P1 >= 2), offset_PK - mean_P1, 0.0)
+    mean_P1 = offset_PK.sum(dim=1, keepdim=True) / count_valid(valid_PK).clamp(min=1)
+    return torch.where(valid_PK, offset_PK - mean_P1, 0.0)
 
 
 def divide_by_std(advantages_PK: Tensor, population_PK: Tensor, valid_PK: Tensor, scale_rewards: Scale) -> Tensor:

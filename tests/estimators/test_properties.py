@@ -128,8 +128,9 @@ class TestOutcomeEstimators:
         assert close(got, want, 1e-8)
 
     @pytest.mark.parametrize("name", [n for n in ALL if n not in ("r++ token", "reinforce")])
-    def test_constant_groups_are_exactly_0_in_float32(self, name):
-        constants = torch.linspace(-1.0, 1.0, 41, dtype=torch.float32)[:, None] * 0.95 + 0.0123
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_constant_groups_are_exactly_0(self, name, dtype):
+        constants = torch.linspace(-1.0, 1.0, 41, dtype=dtype)[:, None] * 0.95 + 0.0123
         for samples in range(2, 65):
             rewards = constants.expand(-1, samples)
             valid, tokens = torch.ones_like(rewards, dtype=torch.bool), torch.ones_like(rewards)

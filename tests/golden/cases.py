@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from configs.schema import AlgorithmConfig
-from estimators.aggregate import Aggregation, StepTotals, aggregate, count_totals
+from estimators.aggregate import Aggregation, StepTotals, count_totals
 from estimators.correction import correction_weights, off_policy_mask
 from estimators.groups import Scale
 from estimators.kl import adapt_beta, k1, kl_in_reward, kl_penalty, sequence_kl
-from estimators.policy_loss import policy_loss
 from estimators.registry import estimate_advantages
 from estimators.reinforce_plus_plus_token import reinforce_plus_plus_token, whiten_tokens
 from estimators.shaping import SIGNAL_TOLERANCE, clip_rewards, has_signal, mask_truncated, overlong_penalty
 from estimators.whitening import moments
+from learner.loss import Tokens, loss_of
+from learner.tally import Tally
 
 Case = dict[str, Any]
 Quantities = dict[str, Any]
@@ -73,7 +74,7 @@ def run(case: Case, dtype: torch.dtype = torch.float64) -> Quantities:
 
 
 def mismatches(case: Case, quantities: Quantities, tolerance: float = 1e-6) -> list[str]:
-    """Compare with what is expected: a phrase per quantity that is off by more than tolerance * max(1, max |expected|)."""
+    """Compare with what is expected: a phrase per quantity off by more than tolerance * max(1, max |expected|)."""
     wrong = []
     for name, got in quantities.items():
         if name != "value" and name not in case["expected"]:
@@ -241,21 +242,16 @@ def _step_loss(
 
 
 def _share(options: AlgorithmConfig, totals: StepTotals, part: dict[str, Tensor]) -> Tensor:
-    logprobs_NT, old_NT, mask_NT = part["logprobs"], part["old_logprobs"], part["mask"].bool()
-    advantages_N1 = part["advantages"][:, None]
-    loss_NT, _ = policy_loss(options, logprobs_NT, old_NT, advantages_N1, mask_NT)
-    if "rollout_logprobs" in part:
-        weights_NT, _ = correction_weights(options, old_NT, part["rollout_logprobs"], mask_NT)
-        loss_NT = loss_NT * weights_NT
-    if options.off_policy_mask_delta is not None:
-        delta = options.off_policy_mask_delta
-        keep_N1 = off_policy_mask(logprobs_NT, part["rollout_logprobs"], advantages_N1, mask_NT, delta)
-        loss_NT = torch.where(keep_N1, loss_NT, 0.0)
-    share = aggregate(loss_NT, mask_NT, options.aggregation, totals)
-    if options.beta:
-        kl_NT = kl_penalty("k3", logprobs_NT, part["ref_logprobs"], old_NT, mask_NT)
-        share = share + options.beta * aggregate(kl_NT, mask_NT, options.aggregation, totals)
-    return share
+    logprobs_NT, old_NT = part["logprobs"], part["old_logprobs"]
+    tokens = Tokens(
+        logprobs_NT=logprobs_NT,
+        entropy_NT=torch.zeros_like(old_NT),
+        old_NT=old_NT,
+        rollout_NT=part.get("rollout_logprobs", old_NT),
+        reference_NT=part.get("ref_logprobs", old_NT),
+        mask_NT=part["mask"].bool(),
+    )
+    return loss_of(tokens, part["advantages"][:, None], options, options.beta, totals, Tally())
 
 
 def _rollout_correction(algorithm: str, params: Case, inputs: dict[str, Tensor]) -> Quantities:
