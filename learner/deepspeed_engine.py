@@ -33,6 +33,8 @@ import deepspeed
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import safe_get_full_grad, set_z3_leaf_modules
 
+# an op for inference on CPUs, which DeepSpeed would compile at start (20 s, needs g++ and ninja) and which we never call
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 BUCKET_ELEMENTS = 20_000_000  # larger ones only cost memory (measured: notes/engine.md, "Tuned")
 
 
