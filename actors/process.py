@@ -1,6 +1,6 @@
 """What every worker process does first: its output goes to a file of its own, and its environment is set before heavy imports.
 
-Ray calls `enter` as the worker's set-up hook (`worker_process_setup_hook`), before the actor's class is unpickled.
+Ray calls `enter` in every worker process of the job (`worker_process_setup_hook`), before the actor's class is unpickled.
 """
 
 import faulthandler
@@ -37,11 +37,13 @@ def runtime_env(*, name: str, log_dir: Path, threads: int) -> dict[str, object]:
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu" if _no_gpu() else "cuda"),
     }
-    return {"env_vars": env, "worker_process_setup_hook": "actors.process.enter"}
+    return {"env_vars": env}
 
 
 def enter() -> None:
     """Send standard output and error to the worker's log file, native libraries' included."""
+    if LOG_FILE not in os.environ:
+        return  # a worker process that Ray started in advance, for nobody yet
     path = Path(os.environ[LOG_FILE])
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

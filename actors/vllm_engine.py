@@ -16,6 +16,7 @@ from configs.schema import Config
 from orchestrator.types import WeightBucket, WeightVersion
 
 CPU_KV_CACHE_MIB = 512
+CPU_BATCHED_TOKENS = 4096  # tokens of one scheduler step
 CPU_BLOCK_TOKENS = 32  # prompts longer than a block share their prefix even within one scheduler step
 
 
@@ -24,7 +25,15 @@ class VllmEngine:
 
     def __init__(self, config: Config, stop_token_ids: tuple[int, ...]) -> None:
         rollout, cpu = config.rollout, not torch.cuda.is_available()
-        arguments = {"block_size": CPU_BLOCK_TOKENS, "enforce_eager": True} if cpu else {}
+        arguments = {}
+        if cpu:
+            # a prompt cut into chunks makes vLLM rewind the sample's generator, which CPU generators cannot do
+            arguments = {
+                "block_size": CPU_BLOCK_TOKENS,
+                "enforce_eager": True,
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, rollout.max_model_len),
+            }
         cache_mib = rollout.kv_cache_mib or (CPU_KV_CACHE_MIB if cpu else None)
         if cache_mib is not None:
             arguments["kv_cache_memory_bytes"] = cache_mib << 20

@@ -44,6 +44,7 @@ def _run(arguments: list[str]) -> int:
 
 def _train(config) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # a redone call leaves refs behind whose error was handled
     from rich.console import Console
 
     from orchestrator import build

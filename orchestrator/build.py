@@ -10,8 +10,8 @@ from pathlib import Path
 import ray
 from rich.console import Console
 
+from actors import process
 from actors.pool import Pool, Role, last_line
-from actors.process import runtime_env
 from actors.reference import ReferenceWorker
 from actors.rewards import BUILT_IN, RewardWorker
 from actors.roles import ReferencePool, RewardPool, RolloutPool
@@ -66,7 +66,8 @@ async def run(config: Config, console: Console) -> None:
     folder = Path(config.train.output_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))
-    connect(config)
+    ray.cloudpickle.register_pickle_by_value(process)  # workers call the hook before they can import our rooms
+    connect(config, process.enter)
     console.print(f"run folder {folder}; worker logs in {folder / 'logs'}", highlight=False)
     try:
         async with AsyncExitStack() as stack:
@@ -116,9 +117,9 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
         part = config.reference
         reference = ReferencePool(pool("reference", reference_worker, part, part.threads, part.num_gpus))
     learner = LearnerGroup(
-        config, runtime_env=lambda name: runtime_env(name=name, log_dir=log_dir, threads=config.learner.threads)
+        config, env=lambda name: process.runtime_env(name=name, log_dir=log_dir, threads=config.learner.threads)["env_vars"]
     )
-    stack.callback(learner.stop)
+    stack.callback(learner.close)
     async with asyncio.TaskGroup() as starting:
         for part in (learner, rollout, rewarder, *([reference] if reference else [])):
             starting.create_task(part.start())

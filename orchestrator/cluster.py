@@ -1,5 +1,6 @@
 """Ray: connect to a cluster or start a private one, and refuse what it cannot hold before an actor starts."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ray
@@ -35,14 +36,18 @@ def needs_reference(config: Config) -> bool:
     return config.algorithm.beta > 0 and config.learner.lora.rank == 0
 
 
-def connect(config: Config) -> None:
+def connect(config: Config, worker_hook: Callable[[], None]) -> None:
     """Connect to `cluster.address`, or start a private Ray for `local`.
+
+    Args:
+        worker_hook: what every worker process of this run calls first; it travels by value.
 
     Raises:
         ConfigError: no cluster answers at the address, or it cannot hold the run.
     """
     cluster = config.cluster
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    environment = {"worker_process_setup_hook": worker_hook}
+    quiet = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": environment}
     if cluster.address == "local":
         ray.init(address="local", num_cpus=cluster.num_cpus, include_dashboard=False, **quiet)
     else:
