@@ -67,7 +67,7 @@ class Updater:
         self._config, self._algorithm, self._learner = config, algorithm, learner
         self._rank, self._num_ranks = rank, num_ranks
         self._device = engine.module.device
-        self._watch = Watch(engine, config.model.dtype, self._device)
+        self._watch = Watch(engine, config.model.dtype, enabled=learner.lora.rank == 0)
         self._uses_kl = algorithm.beta > 0
         self._kl_in_reward = self._uses_kl and bool(algorithm.kl_in_reward)
         self._per_token = algorithm.advantage_estimator == "reinforce_plus_plus_token"

@@ -13,12 +13,15 @@ FEW = 0.1  # share of visible changes below which bf16 deserves a warning
 
 
 class Watch:
-    """Compares a sample of the parameters, in published precision, before and after an update."""
+    """Compares a sample of the parameters, in published precision, before and after an update.
 
-    def __init__(self, engine: Engine, dtype: str, device: torch.device) -> None:
+    With LoRA it watches nothing: what is published there is the merged weight, which no update holds.
+    """
+
+    def __init__(self, engine: Engine, dtype: str, enabled: bool) -> None:
         self._engine = engine
         self._dtype = getattr(torch, dtype)
-        self._params = [p for p in engine.module.parameters() if p.requires_grad]
+        self._params = [p for p in engine.module.parameters() if p.requires_grad and enabled]
         total = sum(engine.local(p).numel() for p in self._params)
         self._stride = max(1, total // WATCHED)
         self._warned = False

@@ -61,6 +61,7 @@ def one_step(worker: LearnerWorker, groups: list[ScoredGroup], trees: bool) -> t
 
     engine.update = watched_update  # type: ignore[method-assign]
     metrics = worker.step(groups)
+    engine.update = update  # type: ignore[method-assign]
     with engine.gathered(list(engine.module.model.parameters())):
         params = {name: p.detach().clone() for name, p in engine.module.model.named_parameters()}
     return grads, params, dict(metrics)

@@ -139,7 +139,7 @@ def _sample(rng: np.random.Generator, opening: np.ndarray, k: int) -> Sample:
 def run_ranks(job: Callable[..., Any], config: Config, *args: Any) -> list[Any]:
     """Run `job(worker, *args)` on started LearnerWorkers, one process per rank; returns what each returned, by rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.learner.tiny", "learner.worker"])
+    context.set_forkserver_preload(["tests.learner.tiny", "learner.worker", "deepspeed.runtime.zero.muon.muon_optimizer"])
     pipes = [context.Pipe() for _ in range(config.learner.num_ranks)]
     processes = [
         context.Process(target=_rank, args=(job, config, rank, pipe[1], args), daemon=True) for rank, pipe in enumerate(pipes)
