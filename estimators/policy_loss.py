@@ -141,7 +141,7 @@ def cispo(
     ratio_NT = _bounded_exp(_log_ratio(logprobs_NT, old_logprobs_NT, mask_NT)).detach()
     cap = 1 + clip_high
     weights_NT = ratio_NT.clamp(max=cap) * torch.where(mask_NT, advantages, 0.0)
-    facts = {"ratio": ratio_NT, "clip_low": torch.zeros_like(mask_NT), "clip_high": mask_NT & (ratio_NT > cap)}
+    facts = {"ratio": ratio_NT, "clip_low": torch.zeros_like(mask_NT), "clip_high": ratio_NT > cap}
     return -weights_NT * torch.where(mask_NT, logprobs_NT, 0.0), facts
 
 

@@ -18,7 +18,7 @@ from estimators.reinforce_plus_plus_token import reinforce_plus_plus_token, whit
 from estimators.rloo import rloo
 from estimators.shaping import clip_rewards, has_signal, mask_truncated, overlong_penalty
 from estimators.whitening import moments
-from tests.estimators.samples import AGGREGATIONS, MAX_NEW_TOKENS, close, draw
+from tests.estimators.samples import AGGREGATIONS, CORRECTIONS, MAX_NEW_TOKENS, close, draw, options
 
 NAN, INF = math.nan, math.inf
 
@@ -155,8 +155,8 @@ def test_invalid_reward_leaves_the_tokens_of_its_response():
     mask = torch.ones(2, 2, dtype=torch.bool)
     valid = torch.tensor([True, False])
     rewards = torch.tensor([1.0, NAN])
-    got = reinforce_plus_plus_token(rewards, valid, torch.zeros(2, 2), mask, beta=0.1, discount=1.0)
-    assert got.tolist() == [[1.0, 1.0], [0.0, 0.0]]
+    got = reinforce_plus_plus_token(rewards, valid, torch.ones(2, 2), mask, beta=0.25, discount=1.0)
+    assert got.tolist() == [[0.5, 0.75], [0.0, 0.0]]
 
 
 def test_kl_forms_by_hand():
@@ -273,8 +273,8 @@ def test_corrections_by_hand():
     mask = torch.tensor([[True, True, False], [True, True, True]])
 
     def weights(correction, ratio="product"):
-        options = AlgorithmConfig(correction=correction, correction_ratio=ratio, correction_min=0.4, correction_max=1.4)
-        got, facts = correction_weights(options, w.log(), torch.zeros(2, 3), mask)
+        chosen = options(correction=correction, correction_ratio=ratio, correction_min=0.4, correction_max=1.4)
+        got, facts = correction_weights(chosen, w.log(), torch.zeros(2, 3), mask)
         return got.numpy().round(9).tolist(), facts["corrected"].int().tolist()
 
     geometric = [1.5**0.5, 0.1 ** (1 / 3)]
@@ -306,10 +306,31 @@ def test_shaping_by_hand():
     assert masked.tolist() == [[True, False], [False, False]]
 
 
-def test_signal_by_hand():
-    rewards = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 0.0], [NAN, NAN], [1.0, 1.0 + 5e-7]], dtype=torch.float64)
-    valid = torch.tensor([[True, True], [True, True], [True, False], [False, False], [True, True]])
-    assert has_signal(rewards, valid).tolist() == [False, True, False, False, False]
+@pytest.mark.parametrize(
+    ("rewards", "valid", "signal"),
+    [
+        ([1.0, 1.0, 1.0], [True, True, True], False),
+        ([1.0, 0.0, 1.0], [True, True, True], True),
+        ([1.0, 0.0, 1.0], [True, False, True], False),
+        ([1.0, 5.0, 1.0], [True, False, True], False),
+        ([1.0, NAN, 0.0], [True, False, True], True),
+        ([1.0, 0.0, 0.0], [True, False, False], False),
+        ([NAN, NAN, NAN], [False, False, False], False),
+        ([1.0, 1.0 + 5e-7, 1.0], [True, True, True], False),
+    ],
+)
+def test_signal_by_hand(rewards, valid, signal):
+    got = has_signal(torch.tensor([rewards], dtype=torch.float64), torch.tensor([valid]))
+    assert got.tolist() == [signal]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("ratio", ["product", "geometric"])
+def test_corrections_of_far_tokens_stay_finite_in_float32(correction, ratio):
+    gaps = torch.tensor([[300.0, -300.0], [300.0, 300.0], [-300.0, -300.0]], dtype=torch.float32)
+    chosen = options(correction=correction, correction_ratio=ratio)
+    weights, facts = correction_weights(chosen, gaps, torch.zeros(3, 2), torch.ones(3, 2, dtype=torch.bool))
+    assert bool(weights.isfinite().all()) and bool(facts["rollout_ratio"].isfinite().all())
 
 
 def test_max_new_tokens_is_longer_than_the_batch():

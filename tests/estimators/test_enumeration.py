@@ -141,49 +141,49 @@ def test_product_correction_is_unbiased_and_the_others_are_not(samples):
     assert not close(corrected("token_truncate", "product"), true, 1e-3)
 
 
-class TestKlForms:
-    """The gradient that each docstring of estimators/kl.py claims, on a softmax over 5 tokens.
+# The gradient that each docstring of estimators/kl.py claims, on a softmax over five tokens. verl #2953, OpenRLHF PR 1101
+# and 1309, NeMo-RL PR 2506, TRL #3025 and #4967: the pathwise gradient of k1 and k3 is not that of the reverse KL.
+PI, REF, OLD = (torch.randn(5, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in (8, 9, 10))
 
-    verl #2953, OpenRLHF PR 1101 and 1309, NeMo-RL PR 2506, TRL #3025 and #4967: the pathwise gradient of k1 and k3 is
-    not that of the reverse KL.
-    """
 
-    pi, ref, old = (torch.randn(5, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in (8, 9, 10))
+def kl_expectation(form, behaviour):
+    """Value and gradient of E_{y ~ behaviour}[form(y)], the sampling not differentiated."""
+    logits = PI.clone().requires_grad_()
+    values = form(logits.log_softmax(0), REF.log_softmax(0))
+    mean = (behaviour.softmax(0) * values).sum()
+    return mean.detach(), torch.autograd.grad(mean, logits)[0]
 
-    def expectation(self, form, behaviour):
-        """Value and gradient of E_{y ~ behaviour}[form(y)], the sampling not differentiated."""
-        logits = self.pi.clone().requires_grad_()
-        values = form(logits.log_softmax(0), self.ref.log_softmax(0))
-        mean = (behaviour.softmax(0) * values).sum()
-        return mean.detach(), torch.autograd.grad(mean, logits)[0]
 
-    def exact(self, reverse=True):
-        """KL(pi || ref), or KL(ref || pi), and its gradient."""
-        logits = self.pi.clone().requires_grad_()
-        p, q = logits.log_softmax(0), self.ref.log_softmax(0)
-        kl = (p.exp() * (p - q)).sum() if reverse else (q.exp() * (q - p)).sum()
-        return kl.detach(), torch.autograd.grad(kl, logits)[0]
+def exact_kl(reverse=True):
+    """KL(pi || ref), or KL(ref || pi), and its gradient."""
+    logits = PI.clone().requires_grad_()
+    p, q = logits.log_softmax(0), REF.log_softmax(0)
+    kl = (p.exp() * (p - q)).sum() if reverse else (q.exp() * (q - p)).sum()
+    return kl.detach(), torch.autograd.grad(kl, logits)[0]
 
-    def test_k1_has_the_value_and_a_gradient_of_zero_mean(self):
-        value, gradient = self.expectation(k1, self.pi)
-        assert close(value, self.exact()[0], 1e-12)
-        assert close(gradient, torch.zeros(5), 1e-12)
 
-    def test_k2_has_the_gradient_on_policy_and_not_the_value(self):
-        value, gradient = self.expectation(k2, self.pi)
-        assert close(gradient, self.exact()[1], 1e-12)
-        assert not close(value, self.exact()[0], 1e-3)
-        assert not close(self.expectation(k2, self.old)[1], self.exact()[1], 1e-3)
+def test_k1_has_the_value_and_a_gradient_of_zero_mean():
+    value, gradient = kl_expectation(k1, PI)
+    assert close(value, exact_kl()[0], 1e-12)
+    assert close(gradient, torch.zeros(5), 1e-12)
 
-    def test_k3_has_the_value_and_the_gradient_of_the_other_direction(self):
-        value, gradient = self.expectation(k3, self.pi)
-        assert close(value, self.exact()[0], 1e-12)
-        assert close(gradient, self.exact(reverse=False)[1], 1e-12)
-        assert not close(gradient, self.exact()[1], 1e-2)
 
-    @pytest.mark.parametrize("behaviour", ["pi", "old"])
-    def test_unbiased_has_value_and_gradient_on_and_off_policy(self, behaviour):
-        sampled = getattr(self, behaviour)
-        value, gradient = self.expectation(lambda p, q: unbiased(p, q, sampled.log_softmax(0)), sampled)
-        assert close(value, self.exact()[0], 1e-12)
-        assert close(gradient, self.exact()[1], 1e-12)
+def test_k2_has_the_gradient_on_policy_and_not_the_value():
+    value, gradient = kl_expectation(k2, PI)
+    assert close(gradient, exact_kl()[1], 1e-12)
+    assert not close(value, exact_kl()[0], 1e-3)
+    assert not close(kl_expectation(k2, OLD)[1], exact_kl()[1], 1e-3)
+
+
+def test_k3_has_the_value_and_the_gradient_of_the_other_direction():
+    value, gradient = kl_expectation(k3, PI)
+    assert close(value, exact_kl()[0], 1e-12)
+    assert close(gradient, exact_kl(reverse=False)[1], 1e-12)
+    assert not close(gradient, exact_kl()[1], 1e-2)
+
+
+@pytest.mark.parametrize("behaviour", [PI, OLD], ids=["on-policy", "off-policy"])
+def test_unbiased_has_value_and_gradient_on_and_off_policy(behaviour):
+    value, gradient = kl_expectation(lambda p, q: unbiased(p, q, behaviour.log_softmax(0)), behaviour)
+    assert close(value, exact_kl()[0], 1e-12)
+    assert close(gradient, exact_kl()[1], 1e-12)

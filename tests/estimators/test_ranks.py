@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 
 from configs.schema import AlgorithmConfig
 from estimators.aggregate import StepTotals, aggregate, count_totals
@@ -168,14 +168,14 @@ def found(tmp_path_factory) -> dict[tuple[int, int], dict]:
     folder = tmp_path_factory.mktemp("ranks")
     multiprocessing.set_forkserver_preload([__name__])
     contexts = [
-        mp.start_processes(worker, (n, str(folder)), nprocs=n, join=False, start_method="forkserver") for n in SPLITS
+        start_processes(worker, (n, str(folder)), nprocs=n, join=False, start_method="forkserver") for n in SPLITS
     ]
     deadline = time.monotonic() + JOIN_S
     for context in contexts:
         assert context is not None
         while not context.join(timeout=1):  # raises what a rank raised
             if time.monotonic() > deadline:
-                for process in context.processes:
+                for process in filter(None, context.processes):
                     process.kill()
                 pytest.fail(f"ranks must end within {JOIN_S} s")
     return {

@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from configs.schema import AlgorithmConfig
 from estimators.registry import (
     OUTCOME_ESTIMATORS,
     EstimatorError,
@@ -15,6 +14,7 @@ from estimators.registry import (
     load_estimator,
 )
 from estimators.rloo import rloo
+from tests.estimators.samples import options
 
 REWARDS = torch.tensor([[0.0, 1.0, 5.0], [2.0, 2.0, 3.0]])
 VALID = torch.tensor([[True, True, True], [True, False, True]])
@@ -48,8 +48,8 @@ def user_file(tmp_path):
     return str(path)
 
 
-def estimate(name, scale="none", **changes):
-    chosen = AlgorithmConfig(advantage_estimator=name, scale_rewards=scale, **changes)
+def estimate(name, scale: str | None = "none", **changes):
+    chosen = options(advantage_estimator=name, scale_rewards=scale, **changes)
     return estimate_advantages(chosen, REWARDS, VALID, TOKENS)
 
 
@@ -116,7 +116,7 @@ def test_scale_must_be_decided():
 def test_group_local_estimators_need_no_other_group(user_file):
     for name in (*OUTCOME_ESTIMATORS, f"{user_file}:best_of_group"):
         for scale in ("group", "batch", "none"):
-            chosen = AlgorithmConfig(advantage_estimator=name, scale_rewards=scale)
+            chosen = options(advantage_estimator=name, scale_rewards=scale)
             whole = estimate_advantages(chosen, REWARDS, VALID, TOKENS)
             rows = [estimate_advantages(chosen, REWARDS[[i]], VALID[[i]], TOKENS[[i]]) for i in (0, 1)]
             if is_group_local(chosen):

@@ -269,7 +269,7 @@ def _rollout_correction(algorithm: str, params: Case, inputs: dict[str, Tensor])
         ("geometric", "truncate"): ("sequence_truncate", "geometric"),
         ("geometric", "mask_tokweight"): ("sequence_mask", "geometric"),
     }
-    level_and_mode = (params.get("level"), params.get("mode"))
+    level_and_mode = (params.get("level", ""), params.get("mode", ""))
     if level_and_mode not in corrections or (params["mode"] == "truncate" and params.get("low") is not None):
         raise NotClaimed(algorithm)
     correction, ratio = corrections[level_and_mode]
