@@ -141,8 +141,8 @@ def test_product_correction_is_unbiased_and_the_others_are_not(samples):
     assert not close(corrected("token_truncate", "product"), true, 1e-3)
 
 
-# The gradient that each docstring of estimators/kl.py claims, on a softmax over five tokens. verl #2953, OpenRLHF PRs 1101
-# and 1309, NeMo-RL PR 2506, TRL #3025, #4967: the pathwise gradient of k1 and k3 is not that of the reverse KL.
+# The gradient that each docstring of estimators/kl.py claims, on a softmax over five tokens. verl #2953, OpenRLHF PRs
+# 1101 and 1309, NeMo-RL PR 2506, TRL #3025, #4967: the pathwise gradient of k1 and k3 is not that of the reverse KL.
 PI, REF, OLD = (torch.randn(5, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in (8, 9, 10))
 
 
