@@ -136,7 +136,7 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     print("dequantising it into Hugging Face safetensors", flush=True)
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
