@@ -109,7 +109,9 @@ configure_uv() {
 }
 
 install() { # ARGUMENTS of uv pip install
-  "$uv" pip install --python "$venv/bin/python" --no-deps "${find_links[@]}" "$@"
+  local quiet=()
+  [[ -t 2 ]] || quiet=(--quiet) # progress for a person, not for a log
+  "$uv" pip install --python "$venv/bin/python" --no-deps "${quiet[@]}" "${find_links[@]}" "$@"
 }
 
 # torch's CPU build is on no package index but PyTorch's own. It is asked for torch alone, and only where pip's own
@@ -143,7 +145,7 @@ install_packages() {
 }
 
 install_rlooper() {
-  install --no-build-isolation --quiet --editable . || fail "$current failed" "See the message above: pyproject.toml must build"
+  install --no-build-isolation --editable . || fail "$current failed" "See the message above: pyproject.toml must build"
   "$venv/bin/python" -c 'import torch, transformers' ||
     fail "$current failed: torch and transformers must import" "Remove $venv and repeat: another package stands in their way"
 }
