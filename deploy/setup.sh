@@ -14,6 +14,7 @@ unfinished=$venv/.unfinished    # there while packages are being installed
 uv_version=0.13.9
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 num_steps=5
+PATH=${PATH//"$PWD/$venv/bin:"/} # an active .venv must not be what .venv is made with
 
 fail() { # WHAT REMEDY
   printf '\nset-up: %s. %s\n' "$1" "$2" >&2
