@@ -44,7 +44,7 @@ check_machine() {
   [[ $(uname -s) == Linux ]] ||
     fail "the system must be Linux, got $(uname -s)" "Use a Linux machine, container or WSL 2: vLLM has no wheels elsewhere"
   python=$(find_python) ||
-    fail "Python must be 3.11 to 3.14, got $(${PYTHON:-python3} --version 2>&1 || true)" \
+    fail "Python must be 3.11 to 3.14, got $({ "${PYTHON:-python3}" --version 2>/dev/null || echo none; } | head -1)" \
       "Install it (Debian, Ubuntu: apt-get install python3 python3-venv) or name one: PYTHON=/path/to/python3.11 make setup"
   "$python" -c 'import venv, ensurepip' 2>/dev/null ||
     fail "$python must have the modules venv and ensurepip, got none" "Install them (Debian, Ubuntu: apt-get install python3-venv)"
