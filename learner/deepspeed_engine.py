@@ -93,6 +93,7 @@ class Engine:
         if self.stage == 3:
             set_z3_leaf_modules(module, [ChunkedHead])
         trained = [p for p in module.parameters() if p.requires_grad]
+        self.num_trained = sum(p.numel() for p in trained)
         engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=_optimizer(trained, learner),
@@ -192,6 +193,12 @@ class Engine:
     def local(self, param: torch.nn.Parameter) -> torch.Tensor:
         """Return what this rank holds of a parameter, flat: all of it, or its shard under ZeRO-3."""
         return (param.ds_tensor if self.stage == 3 else param).detach().view(-1)  # pyright: ignore
+
+    def optimizer_bytes(self) -> int:
+        """Return the size of the moments this rank holds."""
+        optimizer = self._engine.optimizer if self.stage == 0 else self._engine.optimizer.optimizer
+        tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     def save(self, folder: Path) -> None:
         """Write masters, moments and counters, each rank its own share."""

@@ -86,14 +86,14 @@ class LearnerGroup:
         self,
         config: Config,
         *,
-        env: Callable[[str], Mapping[str, str]] = lambda name: {},
+        runtime_env: Callable[[str], Mapping[str, Any]] = lambda name: {},
         strategies: Sequence[Any] = (),
     ) -> None:
         """Create the actors; `start` waits for them.
 
         Args:
             config: resolved.
-            env: extra environment of the actor of a given name ("learner-0").
+            runtime_env: Ray runtime environment of the actor of a given name ("learner-0"); its variables win over ours.
             strategies: Ray scheduling strategy of each rank; empty: Ray's default.
         """
         learner = config.learner
@@ -107,7 +107,7 @@ class LearnerGroup:
                 num_gpus=learner.num_gpus,
                 max_restarts=0,
                 scheduling_strategy=strategies[rank] if strategies else None,
-                runtime_env={"env_vars": _environment(learner.threads) | dict(env(name))},
+                runtime_env=_runtime_env(learner.threads, runtime_env(name)),
             ).remote(config, rank)
             for rank, name in enumerate(self._names)
         ]
@@ -220,6 +220,7 @@ def _last_words(error: RayActorError) -> str:
     return " ".join(str(error).split())
 
 
-def _environment(threads: int) -> dict[str, str]:
+def _runtime_env(threads: int, given: Mapping[str, Any]) -> dict[str, Any]:
     passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | KEEP_BUFFERS | passed_on
+    env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | KEEP_BUFFERS | passed_on
+    return {**given, "env_vars": env | dict(given.get("env_vars", {}))}

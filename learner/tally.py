@@ -21,6 +21,7 @@ MEANS = {
 SUMS = ("loss/policy", "loss/kl", "loss/entropy", "learner/tokens", "samples_computed")
 GREATEST = (
     "mismatch/logprob_abs_diff_max",
+    "learner/optimizer_mib",
     "time/fetch_s",
     "time/logprob_s",
     "time/forward_backward_s",

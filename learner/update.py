@@ -255,6 +255,7 @@ class Updater:
         if self._uses_kl and self._rank == 0:
             tally.add(kl_samples=samples)
         tally.add(kl__ref=step.kl_PK.sum())
+        tally.raise_to("learner/optimizer_mib", self.engine.optimizer_bytes() / 2**20)
         metrics = tally.reduced(self._device)
         if not self._per_token:
             advantages_PK = step.advantages_PK
@@ -262,6 +263,7 @@ class Updater:
                 advantages_PK = sum_over_ranks(advantages_PK, self._device)
             metrics["advantage/std"] = std_of(advantages_PK, counted_PK)
         metrics["learner/samples_skipped_frac"] = 1.0 - metrics.pop("samples_computed") / counted_PK.numel()
+        metrics["learner/trained_parameters"] = float(self.engine.num_trained)
         made = [update for update in updates if update is not None]
         metrics["optim/skipped"] = float(sum(update.skipped for update in made))
         if made:

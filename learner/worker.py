@@ -73,7 +73,7 @@ class LearnerWorker:
                 chunk_tokens=learner.logprob_chunk_tokens,
                 compute_dtype=self._dtype,
             )
-            sizes = [(p.numel(), p.requires_grad) for p in module.parameters()]
+            num_parameters = sum(p.numel() for p in module.parameters())
             self._engine = Engine(module, config)
             self._updater = Updater(self._engine, config, self._rank, learner.num_ranks)
             self._publisher = Publisher(self._engine, self._dtype)
@@ -82,8 +82,8 @@ class LearnerWorker:
             node=socket.gethostname(),
             pid=os.getpid(),
             num_buckets=self._publisher.num_buckets,
-            num_parameters=sum(n for n, _ in sizes),
-            num_trained=sum(n for n, trained in sizes if trained),
+            num_parameters=num_parameters,
+            num_trained=self._engine.num_trained,
             layout="prefix trees" if module.family.tree else "padded",
         )
 

@@ -117,7 +117,7 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
         part = config.reference
         reference = ReferencePool(pool("reference", reference_worker, part, part.threads, part.num_gpus))
     learner = LearnerGroup(
-        config, env=lambda name: process.runtime_env(name=name, log_dir=log_dir, threads=config.learner.threads)["env_vars"]
+        config, runtime_env=lambda name: process.runtime_env(name=name, log_dir=log_dir, threads=config.learner.threads)
     )
     stack.callback(learner.close)
     async with asyncio.TaskGroup() as starting:

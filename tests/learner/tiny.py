@@ -67,10 +67,10 @@ def save_model(folder: Path, config: PretrainedConfig) -> str:
     return str(folder)
 
 
-def config_of(path: str, output_dir: Path | str, *, algorithm: Any = None, learner: Any = None, **model: Any) -> Config:
+def config_of(path: str, output_dir: Path | str, *, algorithm: Any = None, learner: Any = None, dtype: Any = "float32") -> Config:
     """Return a resolved configuration of a tiny run: float32, SGD of rate 1, no clipping, no KL."""
     return Config(
-        model=ModelConfig(path=path, dtype="float32", **model),
+        model=ModelConfig(path=path, dtype=dtype),
         algorithm=AlgorithmConfig(
             **({"beta": 0.0, "kl_in_reward": True, "scale_rewards": "none", "kl_estimator": "k1", "correction": "none"} | (algorithm or {}))
         ),
