@@ -1,0 +1,91 @@
+"""Faults of the real stack: each ends in one sentence with its cause, or is survived; never a hang, never an orphan."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cli import metrics, processes_with, start, train, wait_for
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.beat=1", ["algorithm.beta"]),
+        ("learner.lr=fast", ["learner.lr", "Float"]),
+        ("rollout.num_generations=1", ["rollout.num_generations", "at least 2", "got 1"]),
+        ("algorithm.whiten_over=token", ["algorithm.whiten_over", "no effect"]),
+        ("model.path=./nowhere", ["model.path", "./nowhere", "config.json"]),
+        ("data.train=nowhere.jsonl", ["data.train", "nowhere.jsonl"]),
+        ("data.train={empty}", ["data.train", "at least one row"]),
+        ("data.prompt_column=question", ["no column 'question'", "line 1"]),
+        ("data.max_prompt_tokens=3", ["data.max_prompt_tokens (3)", "line 1: 4 tokens"]),
+        ("reward.function={broken}:f", ["reward.function", "SyntaxError"]),
+        ("rollout.max_model_len=4096", ["rollout.max_model_len", "context (256)", "4096"]),
+        ("rollout.num_cpus=7", ["7.7 CPU asked", "rollout 1 x 7", "of 2 there"]),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(tiny, tmp_path, override, words):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.py").write_text("def f(:")
+    override = override.format(empty=tmp_path / "empty.jsonl", broken=tmp_path / "broken.py")
+    code, output = train(*tiny(tmp_path / "run"), override)
+    assert code == 2, output
+    (sentence,) = [line for line in output.splitlines() if line.startswith("rlooper:")]
+    assert all(word in sentence for word in words), sentence
+    assert "Traceback" not in output
+    assert not (tmp_path / "run" / "logs").exists()  # no worker was started
+
+
+def test_a_reward_that_always_raises_ends_with_its_own_error(tiny, tmp_path):
+    arguments = [a.replace(":signal", ":broken") for a in tiny(tmp_path)]
+    code, output = train(*arguments)
+    assert code == 1 and "ValueError: the judge fell asleep" in output, output
+
+
+def test_an_engine_that_cannot_start_ends_with_its_own_error(tiny, tmp_path):
+    code, output = train(*tiny(tmp_path), "rollout.engine_args.quantization=nonsense")
+    assert code == 1 and "rollout-0" in output and "nonsense" in output, output
+
+
+def test_ctrl_c_ends_within_15_s_and_leaves_no_process(tiny, tmp_path):
+    process = start("train", *tiny(tmp_path), "train.num_steps=100000")
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and metrics(tmp_path), 200, "the first step")
+    started = time.monotonic()
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert time.monotonic() - started < 15
+    assert process.returncode == 130, output
+    assert "Traceback" not in output, output
+    wait_for(lambda: not processes_with(str(tmp_path)), 10, "the end of every worker process")
+
+
+@pytest.mark.parametrize("role", ["rollout", "reward"])
+def test_a_killed_worker_is_replaced_and_nothing_is_lost(tiny, tmp_path, role):
+    process = start("train", *tiny(tmp_path), "train.num_steps=40", "rollout.num_workers=2")
+    log = str(tmp_path / "logs" / f"{role}-0.log")
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and metrics(tmp_path), 200, "the first step")
+    for pid in _writers_of(log):
+        os.kill(pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    last = metrics(tmp_path)[-1]
+    assert (last["step"], last["ledger/trained"], last["ledger/drawn"]) == (40, 160, 160)
+    assert max(s["mismatch/logprob_abs_diff"] for s in metrics(tmp_path)) < 1e-4
+    assert (tmp_path / "logs" / f"{role}-{2 if role == 'rollout' else 1}.log").exists()
+    assert not processes_with(str(tmp_path))
+
+
+def _writers_of(log: str) -> list[int]:
+    """Find the worker process whose standard output is this file."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(path / "fd" / "1") == log:
+                found.append(int(path.name))
+        except OSError:
+            continue
+    assert found, f"no process writes to {log}"
+    return found
