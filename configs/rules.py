@@ -170,6 +170,17 @@ def _check_algorithm(config: Config) -> None:
             "algorithm.kl_in_reward must be true for reinforce_plus_plus_token, got false. "
             "Remove it, or choose reinforce_plus_plus for KL in the loss."
         )
+    whole = a.policy_loss in ("gspo", "rloo_sequence")
+    if whole and a.advantage_estimator == "reinforce_plus_plus_token":
+        raise ConfigError(
+            f"algorithm.policy_loss must be per token for reinforce_plus_plus_token, got {a.policy_loss} (one ratio per response "
+            "needs one advantage per response). Set algorithm.policy_loss=ppo_clip."
+        )
+    if a.policy_loss == "rloo_sequence" and (a.correction or "").startswith("token"):
+        raise ConfigError(
+            f"algorithm.correction must be per sequence for rloo_sequence, got {a.correction} (token weights would undo its "
+            "product ratio). Set algorithm.correction=sequence_truncate."
+        )
     truncated = r.top_p < 1 or r.top_k > 0
     if truncated and (a.correction != "none" or a.off_policy_mask_delta is not None):
         raise ConfigError(

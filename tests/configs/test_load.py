@@ -86,6 +86,8 @@ def test_every_recipe_loads(recipe):
         ("rollout.engine_args.seed=1", "must not set what rlooper owns"),
         ("rollout.backend=hf rollout.engine_args.a=1", "must go with rollout.backend=vllm"),
         ("rollout.max_model_len=64", "must hold data.max_prompt_tokens + rollout.max_new_tokens"),
+        ("algorithm.policy_loss=gspo algorithm.advantage_estimator=reinforce_plus_plus_token", "must be per token"),
+        ("algorithm.policy_loss=rloo_sequence algorithm.correction=token_mask", "must be per sequence"),
         ("-m", "got -m"),
         ("train.num_steps", "Write train.num_steps=VALUE"),
         ("missing.yaml", "recipe must be an existing file"),
