@@ -134,7 +134,7 @@ def _python_with_pip() -> str:
 def _dequantise(gguf: Path, folder: Path) -> None:
     """Convert a GGUF file into a Hugging Face folder of bfloat16 safetensors."""
     print("dequantising it into Hugging Face safetensors", flush=True)
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
     from transformers.utils import logging
