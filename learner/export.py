@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from learner.deepspeed_engine import Engine
 from learner.weights import list_weights, merged
@@ -50,9 +50,11 @@ def _write_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder:
     """Save without touching the live model: an empty twin takes the tensors."""
     with torch.device("meta"):
         twin = type(model)(model.config)
-    for name, tensor in list(state.items()):
-        if name not in dict(twin.named_parameters()):
-            raise KeyError(f"Every exported tensor must belong to {type(model).__name__}, got {name}. This is a bug.")
+    strangers = state.keys() - dict(twin.named_parameters()).keys()
+    if strangers:
+        raise KeyError(
+            f"Every exported tensor must belong to {type(model).__name__}, got {min(strangers)}. This is a bug."
+        )
     twin.load_state_dict(state, strict=False, assign=True)
     twin.tie_weights()
     left = [name for name, tensor in twin.named_parameters() if tensor.is_meta]
@@ -61,7 +63,7 @@ def _write_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder:
             f"Every parameter of {type(model).__name__} must be exported, got none for {left[0]}. This is a bug."
         )
     twin.config.dtype = dtype
-    twin.generation_config = model.generation_config if isinstance(model.generation_config, GenerationConfig) else None
+    twin.generation_config = model.generation_config  # pyright: ignore (declared narrower than it is)
     twin.save_pretrained(str(folder))
 
 

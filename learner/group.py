@@ -153,7 +153,7 @@ class LearnerGroup:
     def close(self) -> None:
         """End the actors."""
         for actor in self._actors:
-            ray.kill(actor)
+            ray.kill(actor)  # pyright: ignore (an actor handle, whatever the stub calls it)
 
     async def gather(self, doing: str, refs: Mapping[int, Ref], timeout_s: float | None = None) -> dict[int, Any]:
         """Wait for every rank, or for the first failure and the reason behind it."""

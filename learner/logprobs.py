@@ -7,7 +7,7 @@ predicted, once per place, and logits exist for `chunk_tokens` places at one tim
 reference worker both use this module: where their weights are equal, so are their logprobs, to the bit.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -32,6 +32,7 @@ class TokenLogprobs(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.device = next(model.parameters()).device  # of the computation, also where shards are kept elsewhere
         own = next(model.parameters()).dtype
         self.compute_dtype = compute_dtype or own
         self.casts = self.compute_dtype is not own
@@ -46,11 +47,6 @@ class TokenLogprobs(nn.Module):
         """The Hugging Face model itself; peft's adapters, if any, live inside of its layers."""
         model = self.model
         return model if isinstance(model, PreTrainedModel) else model.get_base_model()  # pyright: ignore
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(self.model.parameters()).device
 
     def autocast(self) -> AbstractContextManager:
         """Compute in `compute_dtype` over parameters of a wider one."""
@@ -165,9 +161,7 @@ class _ChunkedLogprob(torch.autograd.Function):
         head = weight.to(ctx.dtype)
         for start, stop, pairs in _chunks(len(hidden), chunk, pair_nodes, order):
             part = hidden[start:stop].to(ctx.dtype)
-            logits = None
-            if kept is None or softcap:
-                logits = _logits(part, head, bias, scale, softcap)
+            logits = _logits(part, head, bias, scale, softcap) if kept is None or softcap else torch.empty(0)
             log_p = torch.log_softmax(logits, -1) if kept is None else kept
             p = log_p.exp()
             grad = p * -at_node[start:stop, None]
@@ -204,7 +198,9 @@ def score_groups(
 
 
 @torch.no_grad()
-def logprobs_of(module: nn.Module, batch: MicroBatch) -> dict[SampleKey, torch.Tensor]:
+def logprobs_of(
+    module: Callable[[MicroBatch], tuple[torch.Tensor, torch.Tensor]], batch: MicroBatch
+) -> dict[SampleKey, torch.Tensor]:
     """Return each sample's logprobs (T,), float32 on the CPU; `module` is a TokenLogprobs or an engine around one."""
     logprobs, _ = module(batch)
     return dict(zip(batch.keys, logprobs.cpu().split(batch.lengths.tolist()), strict=True))

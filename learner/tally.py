@@ -35,8 +35,8 @@ class Tally:
     """Adds up; `reduced` gives the metrics over all ranks, leaving out means of nothing."""
 
     def __init__(self) -> None:
-        self._sums = dict.fromkeys(_ADDED, 0.0)
-        self._greatest = dict.fromkeys(GREATEST, 0.0)
+        self._sums: dict[str, float] = dict.fromkeys(_ADDED, 0.0)
+        self._greatest: dict[str, float] = dict.fromkeys(GREATEST, 0.0)
 
     def add(self, **sums: float | torch.Tensor) -> None:
         """Add to sums and counts; a slash in a name is written as two underscores."""

@@ -104,7 +104,8 @@ class Publisher:
 
 def list_weights(model: nn.Module) -> list[Weight]:
     """Name every tensor of the checkpoint that engines load."""
-    adapted = {id(layer.base_layer.weight): layer for layer in model.modules() if hasattr(layer, "lora_A")}
+    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "lora_A")]  # peft's
+    adapted = {id(layer.base_layer.weight): layer for layer in layers}
     found = []
     for name, param in model.named_parameters():
         if ".lora_" in name:

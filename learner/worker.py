@@ -134,8 +134,8 @@ def with_adapter(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
     """Put a LoRA adapter into the model; only it is trained. A LoRA rank of 0 leaves the model as it is."""
     if lora.rank == 0:
         return model
-    from peft import LoraConfig as PeftConfig  # noqa: PLC0415 (a second of import that most runs do not need)
-    from peft import get_peft_model  # noqa: PLC0415
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
 
     targets = lora.targets if lora.targets == "all-linear" else [name.strip() for name in lora.targets.split(",")]
     settings = PeftConfig(

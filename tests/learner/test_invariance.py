@@ -49,7 +49,9 @@ def rloo_loss(model: Any, groups: list[ScoredGroup], temperature: float) -> torc
     return total / num_tokens
 
 
-def one_step(worker: LearnerWorker, groups: list[ScoredGroup], trees: bool) -> tuple[Tensors, Tensors, dict[str, float]]:
+def one_step(
+    worker: LearnerWorker, groups: list[ScoredGroup], trees: bool
+) -> tuple[Tensors, Tensors, dict[str, float]]:
     """Step once; return reduced gradients, parameters afterwards, metrics."""
     engine, grads = worker._engine, {}
     engine.module.family.tree &= trees
@@ -88,7 +90,9 @@ CASES = [
     (3, 2, 64, False, False, 1024, False),
     (3, 3, 32, True, True, 3, False),
 ]
-ALL = list(itertools.product((1, 2, 3), (0, 1, 2, 3), (24, 4096), (True, False), (True, False), (3, 1024), (False, True)))
+ALL = list(
+    itertools.product((1, 2, 3), (0, 1, 2, 3), (24, 4096), (True, False), (True, False), (3, 1024), (False, True))
+)
 
 
 def check(case: tuple[int, int, int, bool, bool, int, bool], tiny: Config, plain: tuple[Tensors, Tensors]) -> None:

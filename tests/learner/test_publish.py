@@ -33,7 +33,9 @@ def tensors_of(buckets: list[WeightBucket]) -> Tensors:
             dtype = getattr(torch, meta.dtype)
             size = int(np.prod(meta.shape)) * dtype.itemsize
             assert meta.offset % 64 == 0 and meta.name not in found
-            found[meta.name] = torch.from_numpy(bucket.data[meta.offset : meta.offset + size]).view(dtype).reshape(meta.shape)
+            found[meta.name] = (
+                torch.from_numpy(bucket.data[meta.offset : meta.offset + size]).view(dtype).reshape(meta.shape)
+            )
     return found
 
 
@@ -96,7 +98,9 @@ def test_bfloat16_is_published_and_computed(tmp_path: Path) -> None:
     assert model.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize(("ranks", "stage", "dora"), [(1, 0, False), (1, 0, True), (2, 1, False), (2, 2, False), (2, 3, False)])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "dora"), [(1, 0, False), (1, 0, True), (2, 1, False), (2, 2, False), (2, 3, False)]
+)
 def test_lora_publishes_the_merged_model(tmp_path: Path, ranks: int, stage: int, dora: bool) -> None:
     """KL comes from the disabled adapter: 0 at step 1, without a reference; merging leaves no trace."""
     lora = LoraConfig(rank=4, alpha=8.0, dora=dora)
@@ -135,7 +139,9 @@ def halves(worker: LearnerWorker, folder: str, resumed: bool) -> Any:
     return weights, [{k: v for k, v in m.items() if not k.startswith("time/")} for m in metrics]
 
 
-@pytest.mark.parametrize(("ranks", "stage", "lora"), [(1, 0, False), (2, 1, False), (2, 2, False), (2, 3, False), (1, 0, True)])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "lora"), [(1, 0, False), (2, 1, False), (2, 2, False), (2, 3, False), (1, 0, True)]
+)
 def test_a_checkpoint_continues_to_the_bit(tmp_path: Path, ranks: int, stage: int, lora: bool) -> None:
     path = save_model(tmp_path / "model", llama())
     config = config_of(

@@ -58,7 +58,9 @@ def advantages(config: Config, groups: list[ScoredGroup], kl: dict[tuple[int, in
     rewards = torch.tensor([[r.value for r in g.rewards] for g in groups], dtype=torch.float64)
     for (g, k), value in kl.items():
         rewards[g, k] -= config.algorithm.beta * value
-    return estimate_advantages(config.algorithm, rewards, valid(groups), torch.tensor([g.facts.num_tokens for g in groups]))
+    return estimate_advantages(
+        config.algorithm, rewards, valid(groups), torch.tensor([g.facts.num_tokens for g in groups])
+    )
 
 
 def token_mean(groups: list[ScoredGroup], per_token: Logprobs) -> torch.Tensor:
@@ -108,7 +110,8 @@ def test_kl_in_loss_and_entropy(tiny: Any) -> None:
     logprobs, entropies = logprobs_of(model, groups, config.rollout.temperature)
     ref, found = reference(groups), advantages(config, groups, {})
     per_token = {
-        key: -float(found[key]) * lp + 0.3 * 0.5 * (lp - ref[key]) ** 2 - 0.1 * entropies[key] for key, lp in logprobs.items()
+        key: -float(found[key]) * lp + 0.3 * 0.5 * (lp - ref[key]) ** 2 - 0.1 * entropies[key]
+        for key, lp in logprobs.items()
     }
     token_mean(groups, per_token).backward()
     for grads, _, metrics in run_ranks(one_step, config, groups, True):
@@ -168,7 +171,8 @@ def test_truncated_samples_leave_the_loss_and_stay_in_the_baseline(tiny: Any) ->
     config = tiny(algorithm={"mask_truncated": True, "reward_clip": 1.5})
     groups, model = receipts(), load(config)
     clipped = [
-        dataclasses.replace(g, rewards=tuple(dataclasses.replace(r, value=min(r.value, 1.5)) for r in g.rewards)) for g in groups
+        dataclasses.replace(g, rewards=tuple(dataclasses.replace(r, value=min(r.value, 1.5)) for r in g.rewards))
+        for g in groups
     ]
     found = advantages(config, clipped, {})
     logprobs, _ = logprobs_of(model, groups, 0.8)
@@ -198,7 +202,9 @@ def test_adamw_is_torchs_given_equal_gradients(tiny: Any, ranks: int, stage: int
     model = load(config)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2
+    )
     for step in range(2):
         for name, p in model.named_parameters():
             p.grad = grads[step][name].clone()

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from configs.schema import AlgorithmConfig, Config, LearnerConfig, ModelConfig, RolloutConfig, TrainConfig
 from orchestrator.types import Draw, Group, GroupFacts, Prompt, Reward, Sample, ScoredGroup
@@ -67,15 +75,22 @@ def save_model(folder: Path, config: PretrainedConfig) -> str:
     return str(folder)
 
 
-def config_of(path: str, output_dir: Path | str, *, algorithm: Any = None, learner: Any = None, dtype: Any = "float32") -> Config:
+def config_of(
+    path: str, output_dir: Path | str, *, algorithm: Any = None, learner: Any = None, dtype: Any = "float32"
+) -> Config:
     """Return a resolved configuration of a tiny run: float32, SGD of rate 1, no clipping, no KL."""
     return Config(
         model=ModelConfig(path=path, dtype=dtype),
         algorithm=AlgorithmConfig(
-            **({"beta": 0.0, "kl_in_reward": True, "scale_rewards": "none", "kl_estimator": "k1", "correction": "none"} | (algorithm or {}))
+            **(
+                {"beta": 0.0, "kl_in_reward": True, "scale_rewards": "none", "kl_estimator": "k1", "correction": "none"}
+                | (algorithm or {})
+            )
         ),
         rollout=RolloutConfig(num_generations=4, max_new_tokens=16, temperature=0.8),
-        learner=LearnerConfig(**({"optimizer": "sgd", "lr": 1.0, "grad_clip": 0.0, "timeout_s": 60.0} | (learner or {}))),
+        learner=LearnerConfig(
+            **({"optimizer": "sgd", "lr": 1.0, "grad_clip": 0.0, "timeout_s": 60.0} | (learner or {}))
+        ),
         train=TrainConfig(num_steps=4, prompts_per_step=5, output_dir=str(output_dir)),
     )
 
@@ -139,10 +154,13 @@ def _sample(rng: np.random.Generator, opening: np.ndarray, k: int) -> Sample:
 def run_ranks(job: Callable[..., Any], config: Config, *args: Any) -> list[Any]:
     """Run `job(worker, *args)` on started LearnerWorkers, one process per rank; returns what each returned, by rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.learner.tiny", "learner.worker", "deepspeed.runtime.zero.muon.muon_optimizer"])
+    context.set_forkserver_preload(
+        ["tests.learner.tiny", "learner.worker", "deepspeed.runtime.zero.muon.muon_optimizer"]
+    )
     pipes = [context.Pipe() for _ in range(config.learner.num_ranks)]
     processes = [
-        context.Process(target=_rank, args=(job, config, rank, pipe[1], args), daemon=True) for rank, pipe in enumerate(pipes)
+        context.Process(target=_rank, args=(job, config, rank, pipe[1], args), daemon=True)
+        for rank, pipe in enumerate(pipes)
     ]
     for process, (_, theirs) in zip(processes, pipes, strict=True):
         process.start()
