@@ -53,10 +53,10 @@ bench: demo-model ## run every benchmark in benchmarks/ (BENCH=learner: one)
 # beside it (requirements/overrides.txt). On a GPU all four are CUDA builds and fit. --no-emit-*: no lock names a place.
 LOCK := .venv/bin/uv pip compile pyproject.toml --extra dev --python-version 3.11 --no-header --no-annotate \
   --no-emit-find-links --no-emit-index-url --quiet
-lock: setup ## resolve requirements/cpu.txt and requirements/gpu.txt again
-	places=$$($(PY) -m pip config get global.find-links 2>/dev/null || true); \
-	$(LOCK) --extra cpu --override requirements/overrides.txt $${places:+--find-links $$places} -o requirements/cpu.txt
-	$(LOCK) --extra gpu --python-platform x86_64-manylinux_2_28 -o requirements/gpu.txt
+lock: setup ## resolve requirements/cpu.txt and requirements/gpu.txt again (ARGS=--upgrade: newest versions)
+	@places=$$($(PY) -m pip config get global.find-links 2>/dev/null || true); \
+	$(LOCK) --extra cpu --override requirements/overrides.txt $${places:+--find-links $$places} $(ARGS) -o requirements/cpu.txt
+	$(LOCK) --extra gpu --python-platform x86_64-manylinux_2_28 $(ARGS) -o requirements/gpu.txt
 
 clean: ## remove .venv and what builds and tests leave (never the cache or runs/)
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
