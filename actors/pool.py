@@ -22,6 +22,7 @@ from ray.exceptions import (
 
 from actors.engine import EngineError
 from actors.process import log_tail, runtime_env
+from orchestrator.ports import GroupFailed
 
 MAX_ATTEMPTS = 3  # dispatches of one call
 MAX_START_FAILURES = 3  # consecutive workers of a role that do not come up
@@ -34,7 +35,7 @@ class WorkerError(RuntimeError):
     """A worker failed in a way that ends the run; the sentence names actor, node, process and cause."""
 
 
-class PoisonError(RuntimeError):
+class PoisonError(GroupFailed):
     """One piece of work killed every worker it was given to."""
 
 

@@ -9,6 +9,7 @@ import asyncio
 import importlib.util
 import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,10 @@ def _reward(value: Any) -> Reward:
 
 def _invalid(cause: Any, detail: str) -> Reward:
     return Reward(value=float("nan"), cause=cause, parts={}, detail=detail)
+
+
+if __name__ == "__main__":  # the check before a run: import a user's file in a process of its own
+    try:
+        load_function(sys.argv[1])
+    except ConfigError as refusal:
+        sys.exit(str(refusal))

@@ -54,9 +54,14 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
+def flat(config: Config) -> dict[str, Any]:
+    """List a configuration as dotted keys and values; an engine's own arguments stay one value."""
+    return dict(_leaves(dataclasses.asdict(config)))
+
+
 def known_keys() -> tuple[str, ...]:
     """List every dotted key of the schema; keys below a dictionary of an engine's own arguments are free."""
-    return tuple(key for key, _ in _leaves(dataclasses.asdict(Config())))
+    return tuple(flat(Config()))
 
 
 def _apply(tree: DictConfig, argument: str) -> DictConfig:

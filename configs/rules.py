@@ -23,8 +23,11 @@ ALIASES = {
     "reinforce++": "reinforce_plus_plus_token",
 }
 ENGINE_OWNED = frozenset(
-    ["model", "tokenizer", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "weight_transfer_config", "worker_extension_cls", "kv_cache_memory_bytes", "seed", "trust_remote_code", "skip_tokenizer_init"]
-)
+    (
+        "model", "tokenizer", "dtype", "max_model_len", "max_num_seqs", "logprobs_mode", "weight_transfer_config",
+        "worker_extension_cls", "kv_cache_memory_bytes", "seed", "trust_remote_code", "skip_tokenizer_init",
+    )
+)  # fmt: skip
 
 
 class ConfigError(ValueError):
@@ -104,7 +107,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
         "rollout.threads", "rollout.max_concurrent_samples", "rollout.kv_cache_mib", "reference.num_workers", "reference.threads",
         "reward.num_workers", "learner.num_ranks", "learner.threads", "learner.num_mini_batches", "learner.num_epochs",
         "learner.max_tokens_per_micro_batch", "learner.logprob_chunk_tokens", "data.max_prompt_tokens", "eval.max_prompts",
-        "algorithm.kl_horizon", "learner.max_skipped_updates", "cluster.num_cpus",
+        "algorithm.kl_horizon", "learner.max_skipped_updates", "cluster.num_cpus", "checkpoint.keep_last",
     )),
     *((key, *_above(0), "Give a positive number.") for key in (
         "rollout.temperature", "learner.lr", "rollout.timeout_s", "reference.timeout_s", "reward.timeout_s", "learner.timeout_s",
@@ -113,7 +116,8 @@ RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
     *((key, *_at_least(0), "Give 0 to turn it off.") for key in (
         "algorithm.beta", "algorithm.clip_low", "algorithm.clip_high", "algorithm.entropy_coef", "algorithm.overlong_buffer_tokens",
         "algorithm.correction_min", "learner.grad_clip", "learner.weight_decay", "learner.warmup_steps", "learner.lora.rank",
-        "train.max_staleness", "train.sample_table_every", "eval.every", "rollout.top_k", "rollout.num_gpus", "rollout.num_cpus",
+        "train.max_staleness", "train.sample_table_every", "eval.every", "checkpoint.every",
+        "rollout.top_k", "rollout.num_gpus", "rollout.num_cpus",
         "learner.num_cpus", "learner.num_gpus", "reference.num_cpus", "reference.num_gpus", "reward.num_cpus",
     )),
     ("rollout.top_p", lambda value: 0 < value <= 1, "lie in (0, 1]", "Give 1 to sample from the full distribution."),

@@ -164,6 +164,8 @@ class TrainConfig:
     max_staleness: int = 0  # a group was started at most so many versions before it is trained; 0: strictly on-policy
     seed: int = 0  # of sampling
     output_dir: str = "runs/default"  # run folder
+    resume: str = "never"  # never; auto: the newest complete checkpoint of the run folder, if any; or a checkpoint's folder
+    resume_allow: list[str] = field(default_factory=list)  # keys that may differ from the checkpoint's configuration
     sample_table_every: int = 5  # steps between tables of samples; 0: off
 
 
@@ -174,6 +176,12 @@ class EvalConfig:
     max_prompts: int = 512
     sampled: bool = True  # with the training temperature, one sample per prompt
     greedy: bool = True  # temperature 0, one sample per prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    every: int = 0  # steps between checkpoints, and one after the last step; 0: none
+    keep_last: int = 2  # older ones are removed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,4 +202,5 @@ class Config:
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

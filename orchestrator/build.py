@@ -16,15 +16,16 @@ from actors.reference import ReferenceWorker
 from actors.rewards import BUILT_IN, RewardWorker
 from actors.roles import ReferencePool, RewardPool, RolloutPool
 from actors.rollout import RolloutWorker
-from configs.load import to_yaml
+from configs.load import flat, to_yaml
 from configs.rules import ConfigError
 from configs.schema import Config, ReferenceConfig, RewardConfig, RolloutConfig
 from learner.group import LearnerGroup
+from orchestrator.checkpoint import Checkpoints
 from orchestrator.cluster import connect, needs_reference
 from orchestrator.evaluate import Evaluator
 from orchestrator.feed import Feed, Scoring
 from orchestrator.metrics import RunLog
-from orchestrator.prompts import PromptStream, read_prompts
+from orchestrator.prompts import PromptStream, fingerprint, read_prompts
 from orchestrator.train import Parts, train
 from orchestrator.types import Group, Prompt, Ref, Sampling
 
@@ -137,7 +138,16 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
     evaluator = Evaluator(
         rollout, rewarder, data.held_out, temperatures=_eval_temperatures(config), seed=config.train.seed
     )
-    return Parts(rollout=rollout, learner=learner, feed=feed, evaluator=evaluator, log=log)
+    checkpoints = Checkpoints(
+        folder,
+        config=flat(config),
+        data=fingerprint(data.train),
+        every=config.checkpoint.every,
+        keep_last=config.checkpoint.keep_last,
+    )
+    return Parts(
+        rollout=rollout, learner=learner, feed=feed, evaluator=evaluator, log=log, checkpoints=checkpoints
+    )
 
 
 def _sampling(config: Config) -> Sampling:
@@ -212,10 +222,9 @@ def _check_reward(reward: RewardConfig) -> None:
     """Import a user's reward function in a process of its own: its code never runs in the driver."""
     if reward.function in BUILT_IN:
         return
-    probe = "import sys; from actors.rewards import load_function, ConfigError\ntry: load_function(sys.argv[1])\nexcept ConfigError as e: sys.exit(str(e))"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", probe, reward.function], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-m", "actors.rewards", reward.function], capture_output=True, text=True, timeout=60, check=False
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(

@@ -6,9 +6,9 @@ step would make too old, then fills up with whatever finished, so that at 0 timi
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from orchestrator.ports import Reference, Rewarder, Rollout
+from orchestrator.ports import GroupFailed, Reference, Rewarder, Rollout
 from orchestrator.prompts import PromptStream
 from orchestrator.types import Draw, Sampling, ScoredGroup
 
@@ -17,6 +17,17 @@ MIN_VALID = 2  # rewards without which a group has no baseline
 
 class FeedError(RuntimeError):
     """The feed cannot deliver groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedState:
+    """Where a feed stands between two steps; with it a resumed run trains the same prompts."""
+
+    drawn: int
+    trained: int
+    filtered: int
+    failed: int
+    in_flight: list[int]  # draw numbers, to be drawn again
 
 
 @dataclass(slots=True)
@@ -82,6 +93,8 @@ class Feed:
         self._remaining = num_groups  # groups that the run still wants to start
         self._num, self._staleness = prompts_per_step, max_staleness
         self._version = 0
+        self._next = 0  # number of the next new draw
+        self._redraw: list[int] = []  # draws of a resumed run that were in flight
         self._flights: dict[int, _Flight] = {}  # by draw number
         self._taken: set[int] = set()
         self._last_cause = ""
@@ -99,13 +112,26 @@ class Feed:
             self._remaining -= 1
             self._start()
 
+    def state(self) -> FeedState:
+        """Say where the feed stands (between two steps)."""
+        return FeedState(**asdict(self.ledger), in_flight=sorted(self._flights))
+
+    def restore(self, state: FeedState) -> None:
+        """Go on where a feed stood; what was in flight is drawn again at the next refill."""
+        self.ledger = Ledger(
+            drawn=state.drawn - len(state.in_flight), trained=state.trained, filtered=state.filtered, failed=state.failed
+        )
+        self._remaining -= state.trained
+        self._next = state.drawn
+        self._redraw = list(state.in_flight)
+
     async def take(self) -> list[ScoredGroup]:
         """Wait for P scored groups; returned in draw order.
 
-        A group with fewer than two valid rewards is dropped, counted and replaced.
+        A group that killed its workers, or has fewer than two valid rewards, is dropped, counted and replaced.
 
         Raises:
-            FeedError: as many groups in a row had no valid rewards as a step wants.
+            FeedError: as many groups were dropped as a step wants.
         """
         dropped = 0
         while True:
@@ -114,7 +140,7 @@ class Feed:
                 dropped += self._drop_invalid(number)
             if dropped >= max(self._num, 4):
                 raise FeedError(
-                    f"groups must have at least {MIN_VALID} valid rewards, got {dropped} groups without in one step. "
+                    f"groups must be generated and have at least {MIN_VALID} valid rewards, got {dropped} dropped in one step. "
                     f"Last cause: {self._last_cause}"
                 )
             chosen = self._choose()
@@ -149,7 +175,11 @@ class Feed:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self) -> None:
-        draw = self._stream.draw(self.ledger.drawn)
+        if self._redraw:
+            number = self._redraw.pop(0)
+        else:
+            number, self._next = self._next, self._next + 1
+        draw = self._stream.draw(number)
         self.ledger.drawn += 1
         self._flights[draw.number] = _Flight(self._version, asyncio.create_task(self._score(draw)))
 
@@ -163,13 +193,18 @@ class Feed:
         return chosen[: self._num]
 
     def _drop_invalid(self, number: int) -> int:
-        group = self._flights[number].task.result()  # raises what broke the group
-        if sum(reward.valid for reward in group.rewards) >= MIN_VALID:
-            return 0
-        details = [r.detail for r in group.rewards if r.detail]
-        self._last_cause = (details or [group.rewards[0].cause])[-1]
+        try:
+            group = self._flights[number].task.result()  # raises what broke the run
+        except GroupFailed as error:
+            self._last_cause = str(error)
+            self.ledger.failed += 1
+        else:
+            if sum(reward.valid for reward in group.rewards) >= MIN_VALID:
+                return 0
+            details = [r.detail for r in group.rewards if r.detail]
+            self._last_cause = (details or [group.rewards[0].cause])[-1]
+            self.ledger.filtered += 1
         del self._flights[number]
-        self.ledger.filtered += 1
         self._start()
         return 1
 

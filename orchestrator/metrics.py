@@ -74,7 +74,7 @@ class RunLog:
         writer: ScalarWriter,
         console: Console,
     ) -> None:
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._path = folder / "metrics.jsonl"
         self._num_steps, self._table_every = num_steps, table_every
         self._open_group, self._writer, self._console = open_group, writer, console
         self._progress = Progress(
@@ -84,6 +84,20 @@ class RunLog:
         self._task = self._progress.add_task("train", total=num_steps)
         self._warned: set[str] = set()
         self._progress.start()
+
+    def begin(self, done: int, passed_over: Sequence[Path]) -> None:
+        """Open the record after `done` steps; lines of steps that a crash undid are dropped."""
+        kept = []
+        if done and self._path.is_file():
+            kept = [line for line in self._path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= done]
+        scratch = self._path.with_suffix(".part")
+        scratch.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        scratch.replace(self._path)
+        self._progress.update(self._task, completed=done)
+        if done:
+            self._console.print(f"resumed after step {done}", highlight=False)
+        for path in passed_over:
+            self._console.print(f"[yellow]passed over an unfinished checkpoint:[/] {path}", highlight=False)
 
     async def step(self, step: int, metrics: StepMetrics, groups: Sequence[ScoredGroup]) -> None:
         """Record one step; every few steps show some samples."""
@@ -109,12 +123,11 @@ class RunLog:
     def close(self) -> None:
         """Flush everything."""
         self._progress.stop()
-        self._file.close()
         self._writer.close()
 
     def _write(self, step: int, metrics: StepMetrics) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}, allow_nan=True) + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
@@ -123,7 +136,8 @@ class RunLog:
             for reward in group.rewards:
                 if not reward.valid and reward.detail and reward.detail not in self._warned and len(self._warned) < 10:
                     self._warned.add(reward.detail)
-                    self._console.print(f"[yellow]a reward is invalid ({reward.cause}) for prompt {group.draw.prompt.id}:[/] {reward.detail}")
+                    prompt = group.draw.prompt.id
+                    self._console.print(f"[yellow]a reward is invalid ({reward.cause}) for {prompt}:[/] {reward.detail}")
 
     async def _table(self, step: int, scored: ScoredGroup) -> Table:
         group = await self._open_group(scored.group_ref)

@@ -17,6 +17,10 @@ from orchestrator.types import (
 )
 
 
+class GroupFailed(RuntimeError):
+    """One group cannot be had (it killed every worker it was given to); the run goes on without it."""
+
+
 class Publication(Protocol):
     """One weight version on its way out. It can be iterated again: a replaced engine loads the last one."""
 
@@ -66,6 +70,14 @@ class Learner(Protocol):
 
     def publish(self, steps: int) -> Publication:
         """Start publishing the present weights as version `steps`."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Write all that the next step depends on."""
+        ...
+
+    async def load(self, folder: Path) -> None:
+        """Read what `save` wrote."""
         ...
 
     async def export(self, folder: Path) -> None:

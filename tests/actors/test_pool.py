@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from actors.engine import EngineError
-from actors.pool import Pool, PoisonError, Role, WorkerError
+from actors.pool import PoisonError, Pool, Role, WorkerError
 
 
 class Fragile:

@@ -137,5 +137,12 @@ class FakeLearner:
     def publish(self, steps: int) -> FakePublication:
         return FakePublication(self.logits, steps)
 
+    async def save(self, folder: Path) -> None:
+        folder.mkdir()
+        torch.save((self.logits, self.steps), folder / "bandit.pt")
+
+    async def load(self, folder: Path) -> None:
+        self.logits, self.steps = torch.load(folder / "bandit.pt")
+
     async def export(self, folder: Path) -> None:
         self.exported = folder

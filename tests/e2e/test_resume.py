@@ -1,0 +1,32 @@
+"""kill -9 of the driver, resume: the same weights bit for bit, the same metrics, no orphan."""
+
+import os
+import signal
+
+from safetensors.torch import load_file
+
+from tests.e2e.cli import metrics, processes_with, start, train, wait_for
+
+OPTIONS = ["train.num_steps=6", "checkpoint.every=2", "train.resume=auto", "algorithm.beta=0.05", "algorithm.kl_target=0.5",
+           "learner.zero_stage=2"]  # fmt: skip
+
+
+def untimed(folder) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in metrics(folder)]
+
+
+def test_kill_9_and_resume_equals_an_undisturbed_run(tiny, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    code, output = train(*tiny(whole), *OPTIONS)
+    assert code == 0, output
+    process = start("train", *tiny(killed), *OPTIONS)
+    wait_for(lambda: list(killed.glob("checkpoints/step-*/COMPLETE")), 200, "the first checkpoint")
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    wait_for(lambda: not processes_with(str(killed)), 30, "the end of every worker process")
+    code, output = train(*tiny(killed), *OPTIONS)
+    assert code == 0 and "resumed after step" in output, output
+    assert untimed(killed) == untimed(whole)
+    weights = [load_file(folder / "policy" / "model.safetensors") for folder in (whole, killed)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
