@@ -1,6 +1,7 @@
 """A generation engine on transformers alone, for machines where vLLM cannot run; slower, same contract."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,18 +28,14 @@ class HfEngine:
     def __init__(self, config: Config, stop_token_ids: tuple[int, ...]) -> None:
         rollout = config.rollout
         self._device = torch.device("cuda" if rollout.num_gpus > 0 else "cpu")
-        self._model = (
-            AutoModelForCausalLM.from_pretrained(
-                config.model.path,
-                dtype=getattr(torch, config.model.dtype),
-                trust_remote_code=config.model.trust_remote_code,
-            )
-            .to(self._device)
-            .eval()
-            .requires_grad_(False)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            config.model.path,
+            dtype=getattr(torch, config.model.dtype),
+            trust_remote_code=config.model.trust_remote_code,
         )
+        self._model = model.to(self._device).eval().requires_grad_(False)
         self._rollout, self._stop = rollout, frozenset(stop_token_ids)
-        self._warpers = [TopKLogitsWarper(rollout.top_k)] if rollout.top_k > 0 else []
+        self._warpers: list[Any] = [TopKLogitsWarper(rollout.top_k)] if rollout.top_k > 0 else []
         self._warpers += [TopPLogitsWarper(rollout.top_p)] if rollout.top_p < 1 else []
         self._queue: list[SampleRequest] = []
         self._rows: list[_Row] = []

@@ -56,7 +56,8 @@ class Role:
     """What the workers of one pool are and what they hold."""
 
     name: str
-    make: Callable[[str], tuple[type, tuple[Any, ...]]]  # actor name -> (class, constructor arguments)
+    kind: type  # the actor's class
+    arguments: tuple[Any, ...]  # of its constructor; the actor's name follows them
     num_workers: int
     num_cpus: float
     num_gpus: float
@@ -162,14 +163,13 @@ class Pool:
 
     def _spawn(self) -> Worker:
         role, name = self.role, f"{self.role.name}-{next(self._numbers)}"
-        kind, args = role.make(name)
-        actor = ray.remote(kind).options(
+        actor = ray.remote(role.kind).options(
             num_cpus=role.num_cpus,
             num_gpus=role.num_gpus,
             max_restarts=0,
             runtime_env=runtime_env(name=name, log_dir=role.log_dir, threads=role.threads),
         )
-        return Worker(name=name, handle=actor.remote(*args))
+        return Worker(name=name, handle=actor.remote(*role.arguments, name))
 
     async def _wait_ready(self, worker: Worker) -> None:
         try:

@@ -15,7 +15,7 @@ class ReferenceWorker:
         from learner.logprobs import TokenLogprobs, load_model
 
         self._name, self._learner = name, config.learner
-        model = load_model(
+        model: torch.nn.Module = load_model(
             config.model.path,
             dtype=getattr(torch, config.model.dtype),
             trust_remote_code=config.model.trust_remote_code,

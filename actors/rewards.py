@@ -11,6 +11,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,10 @@ async def _await(values: Any) -> Any:
 def _reward(value: Any) -> Reward:
     if value is None:
         return _invalid("not_applicable", "")
-    if isinstance(value, bool | int | float) and math.isfinite(value):
-        return Reward(value=float(value), cause="ok", parts={}, detail="")
-    if hasattr(value, "item") and math.isfinite(value.item()):
-        return Reward(value=float(value.item()), cause="ok", parts={}, detail="")
+    if isinstance(value, Real) or hasattr(value, "item"):  # a tensor of one element is a number too
+        number = float(value)
+        if math.isfinite(number):
+            return Reward(value=number, cause="ok", parts={}, detail="")
     return _invalid("error", f"a reward must be a finite number or None, got {value!r}")
 
 

@@ -1,6 +1,7 @@
 """The door to vLLM: an in-process engine on token ids whose weights change between two steps."""
 
 import os
+from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine lives in the actor's own process
 
@@ -94,7 +95,7 @@ class VllmEngine:
         while True:
             for output in self._engine.step():
                 if output.request_id == key and output.finished:
-                    rows = output.prompt_logprobs
+                    rows: Any = output.prompt_logprobs  # pyright: ignore (of a RequestOutput)
                     return np.array([rows[t][token_ids[t]].logprob for t in range(1, len(token_ids))], dtype=np.float32)
                 if output.finished:
                     self._backlog.append(_finished(output))

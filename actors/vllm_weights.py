@@ -57,7 +57,7 @@ class ObjectStoreEngine(WeightTransferEngine):
 
     def receive_weights(self, update_info: ObjectStoreUpdate) -> None:
         """Load one bucket."""
-        self.model.load_weights(tensors_of(update_info.bucket))
+        self.model.load_weights(tensors_of(update_info.bucket))  # pyright: ignore (every vLLM model has it)
 
     def finish_weight_update(self) -> None:
         """Close the reload.
@@ -98,7 +98,7 @@ class ObjectStoreEngine(WeightTransferEngine):
 
     def _repack_tied_head(self) -> None:
         if self._tied() and self.device.type == "cpu":
-            head = self.model.lm_head
+            head: Any = self.model.lm_head
             head.quant_method.process_weights_after_loading(head)
 
 

@@ -85,7 +85,7 @@ class AlgorithmConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
     backend: Literal["vllm", "hf"] = "vllm"  # hf: transformers, for machines where vLLM cannot run
-    num_workers: int = 1
+    num_workers: int = 1  # engines
     num_cpus: float = 1.0  # Ray CPUs a worker holds
     num_gpus: float = 0.0  # Ray GPUs a worker holds
     threads: int = 1  # OpenMP threads of a worker
@@ -93,8 +93,8 @@ class RolloutConfig:
     max_new_tokens: int = 256  # response tokens at most
     max_model_len: int = 2048  # context of the engine: prompt and response tokens
     max_concurrent_samples: int = 128  # samples an engine decodes at once
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float = 1.0  # of training samples; the learner's logprobs are of the same distribution
+    top_p: float = 1.0  # nucleus; 1: the full distribution
     top_k: int = 0  # 0: off
     stop_token_ids: list[int] = field(default_factory=list)  # beside every EOS of the model; the token is kept in the sample
     kv_cache_mib: int | None = None  # KV cache of an engine; None: 512 on a CPU, vLLM's choice on a GPU
@@ -104,10 +104,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceConfig:
-    num_workers: int = 1
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-    threads: int = 1
+    num_workers: int = 1  # copies of the frozen model
+    num_cpus: float = 1.0  # Ray CPUs a worker holds
+    num_gpus: float = 0.0  # Ray GPUs a worker holds
+    threads: int = 1  # OpenMP threads of a worker
     timeout_s: float = 600.0  # deadline of one group
 
 
@@ -115,40 +115,40 @@ class ReferenceConfig:
 class RewardConfig:
     function: str = "exact_match"  # built in, or path.py:function with the signature f(prompts, completions, **columns) -> list
     answer_column: str = "answer"  # exact_match compares with this column
-    num_workers: int = 1
-    num_cpus: float = 1.0
+    num_workers: int = 1  # processes that run the function
+    num_cpus: float = 1.0  # Ray CPUs a worker holds
     timeout_s: float = 60.0  # deadline of one group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
     rank: int = 0  # 0: train all parameters
-    alpha: float = 16.0
+    alpha: float = 16.0  # the adapter's output is scaled by alpha / rank
     targets: str = "all-linear"  # peft's target_modules, comma separated
-    dora: bool = False
-    rslora: bool = False
+    dora: bool = False  # weight-decomposed LoRA
+    rslora: bool = False  # scale by alpha / sqrt(rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerConfig:
-    num_ranks: int = 1
+    num_ranks: int = 1  # data-parallel ranks, one process each
     num_cpus: float = 1.0  # Ray CPUs a rank holds
     num_gpus: float = 0.0  # Ray GPUs a rank holds
     threads: int = 1  # OpenMP threads of a rank
-    zero_stage: Literal[0, 1, 2, 3] = 0
-    lr: float = 1e-6
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    zero_stage: Literal[0, 1, 2, 3] = 0  # what DeepSpeed shards over ranks: nothing, optimizer, + gradients, + parameters
+    lr: float = 1e-6  # peak learning rate
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # after warm-up, down to 0 at the last update
     warmup_steps: int = 0  # optimizer updates with rising lr
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    adam_betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.0
+    optimizer: Literal["adamw", "sgd"] = "adamw"  # torch's, fused
+    adam_betas: tuple[float, float] = (0.9, 0.999)  # decay of the first and second moment
+    weight_decay: float = 0.0  # decoupled, per unit of lr
     grad_clip: float = 1.0  # greatest gradient norm; 0: off
     num_mini_batches: int = 1  # optimizer updates per pass over a step's groups
     num_epochs: int = 1  # passes over a step's groups
     max_tokens_per_micro_batch: int = 4096  # tokens of one forward, after packing
     shared_prompt: bool = True  # compute the prompt of a group once for its K samples, where it pays
     logprob_chunk_tokens: int = 1024  # positions of which logits exist at one time
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass
     offload_optimizer: bool = False  # optimizer state in CPU memory (ZeRO 1 to 3)
     offload_parameters: bool = False  # parameters in CPU memory (ZeRO 3)
     max_skipped_updates: int = 3  # consecutive non-finite updates after which the run ends
@@ -159,7 +159,7 @@ class LearnerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    num_steps: int = 100
+    num_steps: int = 100  # passes of the loop
     prompts_per_step: int = 16  # P groups per step
     max_staleness: int = 0  # a group was started at most so many versions before it is trained; 0: strictly on-policy
     seed: int = 0  # of sampling
@@ -173,7 +173,7 @@ class TrainConfig:
 class EvalConfig:
     data: str | None = None  # jsonl file of held-out rows; None: no evaluation
     every: int = 0  # steps between evaluations; 0: before and after only
-    max_prompts: int = 512
+    max_prompts: int = 512  # rows of the file, from its start
     sampled: bool = True  # with the training temperature, one sample per prompt
     greedy: bool = True  # temperature 0, one sample per prompt
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+from ray import cloudpickle
+from ray.exceptions import RayError, RayTaskError
 from rich.console import Console
 
 from actors import process
@@ -18,7 +20,7 @@ from actors.roles import ReferencePool, RewardPool, RolloutPool
 from actors.rollout import RolloutWorker
 from configs.load import flat, to_yaml
 from configs.rules import ConfigError
-from configs.schema import Config, ReferenceConfig, RewardConfig, RolloutConfig
+from configs.schema import Config, RewardConfig
 from learner.group import LearnerGroup
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.cluster import connect, needs_reference
@@ -29,7 +31,7 @@ from orchestrator.prompts import PromptStream, fingerprint, read_prompts
 from orchestrator.train import Parts, train
 from orchestrator.types import Group, Prompt, Ref, Sampling
 
-RUN_ERRORS = (RuntimeError, OSError, ray.exceptions.RayError, ExceptionGroup)  # what can end a run that had started
+RUN_ERRORS = (RuntimeError, OSError, RayError, ExceptionGroup)  # what can end a run that had started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ async def run(config: Config, console: Console) -> None:
     folder = Path(config.train.output_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))
-    ray.cloudpickle.register_pickle_by_value(process)  # workers call the hook before they can import our rooms
+    cloudpickle.register_pickle_by_value(process)  # workers call the hook before they can import our rooms
     connect(config, process.enter)
     console.print(f"run folder {folder}; worker logs in {folder / 'logs'}", highlight=False)
     try:
@@ -80,43 +82,14 @@ async def run(config: Config, console: Console) -> None:
 
 
 async def _start(config: Config, data: Data, folder: Path, console: Console, stack: AsyncExitStack) -> Parts:
+    """Make every part, start those with workers together, and leave their end to the stack."""
     log_dir = folder / "logs"
-
-    def pool(name: str, make, part: RolloutConfig | ReferenceConfig | RewardConfig, threads: int, num_gpus: float) -> Pool:
-        role = Role(
-            name=name,
-            make=make,
-            num_workers=part.num_workers,
-            num_cpus=part.num_cpus,
-            num_gpus=num_gpus,
-            threads=threads,
-            timeout_s=part.timeout_s,
-            start_timeout_s=config.cluster.start_timeout_s,
-            log_dir=log_dir,
-        )
-        made = Pool(role)
-        stack.callback(made.stop)
-        return made
-
-    def rollout_worker(name: str):
-        return RolloutWorker, (config, name)
-
-    def reward_worker(name: str):
-        return RewardWorker, (config.reward, name)
-
-    def reference_worker(name: str):
-        return ReferenceWorker, (config, name)
-
-    rollout = RolloutPool(
-        pool("rollout", rollout_worker, config.rollout, config.rollout.threads, config.rollout.num_gpus),
-        dtype=config.model.dtype,
-        load_timeout_s=config.rollout.timeout_s,
-    )
-    rewarder = RewardPool(pool("reward", reward_worker, config.reward, 1, 0.0))
-    reference = None
-    if needs_reference(config):
-        part = config.reference
-        reference = ReferencePool(pool("reference", reference_worker, part, part.threads, part.num_gpus))
+    pools = {role.name: Pool(role) for role in _roles(config, log_dir)}
+    for pool in pools.values():
+        stack.callback(pool.stop)
+    rollout = RolloutPool(pools["rollout"], dtype=config.model.dtype, load_timeout_s=config.rollout.timeout_s)
+    rewarder = RewardPool(pools["reward"])
+    reference = ReferencePool(pools["reference"]) if needs_reference(config) else None
     learner = LearnerGroup(
         config, runtime_env=lambda name: process.runtime_env(name=name, log_dir=log_dir, threads=config.learner.threads)
     )
@@ -124,10 +97,9 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
     async with asyncio.TaskGroup() as starting:
         for part in (learner, rollout, rewarder, *([reference] if reference else [])):
             starting.create_task(part.start())
-    scoring = Scoring(rollout, rewarder, reference, _sampling(config))
     feed = Feed(
         PromptStream(data.train, shuffle=config.data.shuffle, seed=config.data.seed),
-        scoring,
+        Scoring(rollout, rewarder, reference, _sampling(config)),
         num_groups=config.train.num_steps * config.train.prompts_per_step,
         prompts_per_step=config.train.prompts_per_step,
         max_staleness=config.train.max_staleness,
@@ -135,19 +107,46 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
     stack.push_async_callback(feed.close)
     log = _run_log(config, folder, console)
     stack.callback(log.close)
-    evaluator = Evaluator(
-        rollout, rewarder, data.held_out, temperatures=_eval_temperatures(config), seed=config.train.seed
-    )
-    checkpoints = Checkpoints(
-        folder,
-        config=flat(config),
-        data=fingerprint(data.train),
-        every=config.checkpoint.every,
-        keep_last=config.checkpoint.keep_last,
-    )
     return Parts(
-        rollout=rollout, learner=learner, feed=feed, evaluator=evaluator, log=log, checkpoints=checkpoints
+        rollout=rollout,
+        learner=learner,
+        feed=feed,
+        evaluator=Evaluator(
+            rollout, rewarder, data.held_out, temperatures=_eval_temperatures(config), seed=config.train.seed
+        ),
+        log=log,
+        checkpoints=Checkpoints(
+            folder,
+            config=flat(config),
+            data=fingerprint(data.train),
+            every=config.checkpoint.every,
+            keep_last=config.checkpoint.keep_last,
+        ),
     )
+
+
+def _roles(config: Config, log_dir: Path) -> list[Role]:
+    rollout, reward, reference = config.rollout, config.reward, config.reference
+    started = {"start_timeout_s": config.cluster.start_timeout_s, "log_dir": log_dir}
+    roles = [
+        Role(
+            name="rollout", kind=RolloutWorker, arguments=(config,), num_workers=rollout.num_workers, num_cpus=rollout.num_cpus,
+            num_gpus=rollout.num_gpus, threads=rollout.threads, timeout_s=rollout.timeout_s, **started,
+        ),
+        Role(
+            name="reward", kind=RewardWorker, arguments=(reward,), num_workers=reward.num_workers, num_cpus=reward.num_cpus,
+            num_gpus=0.0, threads=1, timeout_s=reward.timeout_s, **started,
+        ),
+    ]  # fmt: skip
+    if needs_reference(config):
+        roles.append(
+            Role(
+                name="reference", kind=ReferenceWorker, arguments=(config,), num_workers=reference.num_workers,
+                num_cpus=reference.num_cpus, num_gpus=reference.num_gpus, threads=reference.threads,
+                timeout_s=reference.timeout_s, **started,
+            )
+        )  # fmt: skip
+    return roles
 
 
 def _sampling(config: Config) -> Sampling:
@@ -183,7 +182,7 @@ def first_cause(error: BaseException) -> str:
     """Find the sentence that explains the end of a run: parts start together and may fail together."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if isinstance(error, ray.exceptions.RayTaskError):
+    if isinstance(error, RayTaskError):
         return last_line(error)
     return str(error) or type(error).__name__
 

@@ -1,6 +1,6 @@
 """Ray: connect to a cluster or start a private one, and refuse what it cannot hold before an actor starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import ray
@@ -62,7 +62,7 @@ def connect(config: Config, worker_hook: Callable[[], None]) -> None:
     check_capacity(config, ray.cluster_resources())
 
 
-def check_capacity(config: Config, there: dict[str, float]) -> None:
+def check_capacity(config: Config, there: Mapping[str, float]) -> None:
     """Compare what the roles hold together with what the cluster has.
 
     Raises:

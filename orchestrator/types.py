@@ -21,7 +21,9 @@ StepMetrics = Mapping[str, float]  # already reduced over ranks; names as in REA
 class Hasher(Protocol):
     """What a digest needs (xxhash and hashlib objects fit)."""
 
-    def update(self, data: Any, /) -> None: ...
+    def update(self, data: Any, /) -> None:
+        """Take more bytes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

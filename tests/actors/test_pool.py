@@ -16,7 +16,7 @@ from actors.pool import PoisonError, Pool, Role, WorkerError
 class Fragile:
     """A worker that dies as told."""
 
-    def __init__(self, name: str, fault: str) -> None:
+    def __init__(self, fault: str, name: str) -> None:
         if fault == "start":
             raise ValueError("the engine does not fit")
         self.name, self.served = name, False
@@ -54,7 +54,8 @@ def pool_of(folder: Path, *, fault: str = "", num_workers: int = 2, timeout_s: f
     return Pool(
         Role(
             name="fragile",
-            make=lambda name: (Fragile, (name, fault)),
+            kind=Fragile,
+            arguments=(fault,),
             num_workers=num_workers,
             num_cpus=0.1,
             num_gpus=0,
