@@ -1,5 +1,7 @@
 """Reference worker: the frozen model scores groups straight from the object store."""
 
+from typing import Any
+
 import numpy as np
 
 from configs.schema import Config
@@ -15,7 +17,7 @@ class ReferenceWorker:
         from learner.logprobs import TokenLogprobs, load_model
 
         self._name, self._learner = name, config.learner
-        model: torch.nn.Module = load_model(
+        model: Any = load_model(
             config.model.path,
             dtype=getattr(torch, config.model.dtype),
             trust_remote_code=config.model.trust_remote_code,

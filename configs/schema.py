@@ -64,7 +64,7 @@ class AlgorithmConfig:
     overlong_buffer_tokens: int = 0  # soft overlong penalty over the last so many tokens; 0: off
     overlong_penalty: float = 1.0  # its greatest value
     mask_truncated: bool = False  # samples cut at max_new_tokens leave the loss and the KL
-    policy_loss: Literal["ppo_clip", "gspo", "rloo_sequence", "cispo", "reinforce"] = "ppo_clip"
+    policy_loss: Literal["ppo_clip", "gspo", "rloo_sequence", "cispo", "reinforce"] = "ppo_clip"  # docs/algorithms.md, "Policy loss"
     clip_low: float = 0.2  # ratio clipped at 1 - clip_low
     clip_high: float = 0.2  # ratio clipped at 1 + clip_high
     dual_clip: float | None = None  # bound c > 1 on the surrogate of negative advantages; None: off
@@ -147,7 +147,7 @@ class LearnerConfig:
     num_epochs: int = 1  # passes over a step's groups
     max_tokens_per_micro_batch: int = 4096  # tokens of one forward, after packing
     shared_prompt: bool = True  # compute the prompt of a group once for its K samples, where it pays
-    logprob_chunk_tokens: int = 1024  # positions of which logits exist at one time
+    logprob_chunk_tokens: int = 512  # positions of which logits exist at one time
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
     offload_optimizer: bool = False  # optimizer state in CPU memory (ZeRO 1 to 3)
     offload_parameters: bool = False  # parameters in CPU memory (ZeRO 3)
