@@ -136,41 +136,49 @@ class _ChunkedLogprob(torch.autograd.Function):
         with torch.autocast(device_type, enabled=False):
             head = weight.to(dtype)
             for start, stop, pairs in _chunks(len(hidden), chunk, pair_nodes, order):
-                log_p = torch.log_softmax(_logits(hidden[start:stop].to(dtype), head, bias, scale, softcap), -1)
+                log_p = _log_p(hidden[start:stop].to(dtype), head, bias, scale, softcap)
                 logprobs[pairs] = log_p[pair_nodes[pairs] - start, pair_tokens[pairs]]
                 if with_entropy:
-                    entropy_nodes[start:stop] = -(log_p.exp() * log_p).sum(-1)
+                    entropy_nodes[start:stop] = -torch.linalg.vecdot(log_p.exp(), log_p)
                 if len(hidden) <= chunk and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
                     kept = log_p
-        ctx.save_for_backward(hidden, weight, bias, pair_nodes, pair_tokens, order, entropy_nodes, kept)
-        ctx.settings, ctx.dtype = settings, dtype
+        ctx.save_for_backward(hidden, weight, bias, pair_nodes, pair_tokens, order, entropy_nodes)
+        ctx.settings, ctx.dtype, ctx.kept = settings, dtype, kept
+        ctx.set_materialize_grads(False)  # entropy as a metric alone costs nothing in backward
         return logprobs, entropy_nodes[pair_nodes]
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):  # pyright: ignore
-        hidden, weight, bias, pair_nodes, pair_tokens, order, entropy_nodes, kept = ctx.saved_tensors
-        scale, softcap, chunk, with_entropy = ctx.settings
+        hidden, weight, bias, pair_nodes, pair_tokens, order, entropy_nodes = ctx.saved_tensors
+        scale, softcap, chunk, _ = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros(len(pair_nodes), device=hidden.device)
         at_node = torch.zeros_like(entropy_nodes).index_add_(0, pair_nodes, grad_logprobs)
-        entropy_at_node = (
-            torch.zeros_like(entropy_nodes).index_add_(0, pair_nodes, grad_entropy) if with_entropy else None
-        )
+        entropy_at_node = None
+        if grad_entropy is not None:
+            entropy_at_node = torch.zeros_like(entropy_nodes).index_add_(0, pair_nodes, grad_entropy)
         head = weight.to(ctx.dtype)
         for start, stop, pairs in _chunks(len(hidden), chunk, pair_nodes, order):
             part = hidden[start:stop].to(ctx.dtype)
-            logits = _logits(part, head, bias, scale, softcap) if kept is None or softcap else torch.empty(0)
-            log_p = torch.log_softmax(logits, -1) if kept is None else kept
-            p = log_p.exp()
-            grad = p * -at_node[start:stop, None]
-            if entropy_at_node is not None:
-                grad -= entropy_at_node[start:stop, None] * p * (log_p + entropy_nodes[start:stop, None])
+            log_p = _log_p(part, head, bias, scale, softcap) if ctx.kept is None else ctx.kept
+            ctx.kept = (
+                None  # it becomes the gradient, in place: one (chunk, V) array at a time, two with entropy or a cap
+            )
+            bend = 1.0 - (_logits(part, head, bias, scale, softcap) / (softcap * scale)) ** 2 if softcap else None
+            if entropy_at_node is None:
+                grad = log_p.exp_().mul_(-at_node[start:stop, None])
+            else:
+                slope = log_p + entropy_nodes[start:stop, None]
+                slope.mul_(entropy_at_node[start:stop, None]).add_(at_node[start:stop, None])
+                grad = log_p.exp_().mul_(slope.neg_())
             grad.index_put_((pair_nodes[pairs] - start, pair_tokens[pairs]), grad_logprobs[pairs], accumulate=True)
-            if softcap:
-                grad *= 1.0 - (logits / (softcap * scale)) ** 2
-            grad = (grad * scale).to(ctx.dtype)
+            if bend is not None:
+                grad *= bend
+            grad = grad.mul_(scale).to(ctx.dtype)
             if grad_hidden is not None:
                 grad_hidden[start:stop] = (grad @ head).to(hidden.dtype)
             if grad_weight is not None:
@@ -221,6 +229,12 @@ def _chunks(count: int, chunk: int, pair_nodes: torch.Tensor, order: torch.Tenso
         yield start, min(start + chunk, count), order[edges[i] : edges[i + 1]]
 
 
+def _log_p(
+    part: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float
+) -> torch.Tensor:
+    return torch.log_softmax(_logits(part, head, bias, scale, softcap), -1)
+
+
 def _logits(
     part: torch.Tensor, head: torch.Tensor, bias: torch.Tensor | None, scale: float, softcap: float
 ) -> torch.Tensor:
@@ -228,8 +242,8 @@ def _logits(
     if bias is not None:
         logits += bias.float()
     if softcap:
-        logits = torch.tanh(logits / softcap) * softcap
-    return logits if scale == 1.0 else logits * scale
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
+    return logits if scale == 1.0 else logits.mul_(scale)
 
 
 def _add_outer(total: torch.Tensor, grad: torch.Tensor, part: torch.Tensor) -> None:

@@ -14,6 +14,8 @@ from orchestrator.types import ScoredGroup
 from tests.learner.test_invariance import Tensors
 from tests.learner.tiny import config_of, llama, receipts, run_ranks, save_model
 
+pytestmark = pytest.mark.stack
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:

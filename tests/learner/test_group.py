@@ -17,6 +17,8 @@ from learner.group import LearnerGroup
 from orchestrator.types import ScoredGroup
 from tests.learner.tiny import config_of, llama, receipts, save_model
 
+pytestmark = pytest.mark.stack
+
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:

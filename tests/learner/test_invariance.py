@@ -13,6 +13,7 @@ from learner.worker import LearnerWorker
 from orchestrator.types import ScoredGroup
 from tests.learner.tiny import changed, config_of, llama, receipts, run_ranks, save_model
 
+pytestmark = pytest.mark.stack
 Tensors = dict[str, torch.Tensor]
 
 
@@ -122,6 +123,14 @@ def test_a_step_equals_plain_autograd(case: Any, tiny: Config, plain: tuple[Tens
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_a_step_equals_plain_autograd_everywhere(case: Any, tiny: Config, plain: tuple[Tensors, Tensors]) -> None:
     check(case, tiny, plain)
+
+
+def test_deepspeed_keys_and_offloaded_parameters_change_nothing(tiny: Config, plain: tuple[Tensors, Tensors]) -> None:
+    keys = {"zero_optimization": {"reduce_bucket_size": 5000, "stage3_param_persistence_threshold": 0}}
+    config = changed(tiny, num_ranks=2, zero_stage=3, offload_parameters=True, offload_optimizer=True, deepspeed=keys)
+    for grads, params, _ in run_ranks(one_step, config, receipts(), True):
+        assert_same(grads, plain[0])
+        assert_same(params, plain[1])
 
 
 def test_ranks_without_work_take_part(tiny: Config) -> None:

@@ -17,6 +17,7 @@ from orchestrator.types import Published, WeightBucket
 from tests.learner.test_invariance import Tensors, assert_same
 from tests.learner.tiny import changed, config_of, families, llama, receipts, run_ranks, save_model
 
+pytestmark = pytest.mark.stack
 LORA = LoraConfig(rank=4, alpha=8.0)
 
 

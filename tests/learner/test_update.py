@@ -16,6 +16,7 @@ from orchestrator.types import ScoredGroup
 from tests.learner.test_invariance import Tensors, assert_same, one_step
 from tests.learner.tiny import changed, config_of, llama, receipts, run_ranks, save_model
 
+pytestmark = pytest.mark.stack
 Logprobs = dict[tuple[int, int], torch.Tensor]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -153,6 +154,8 @@ def _sample(rng: np.random.Generator, opening: np.ndarray, k: int) -> Sample:
 
 def run_ranks(job: Callable[..., Any], config: Config, *args: Any) -> list[Any]:
     """Run `job(worker, *args)` on started LearnerWorkers, one process per rank; returns what each returned, by rank."""
+    if torch.cuda.is_available() and config.learner.num_ranks > torch.cuda.device_count():
+        pytest.skip(f"NCCL wants a GPU per rank: {config.learner.num_ranks} asked, {torch.cuda.device_count()} there")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["tests.learner.tiny", "learner.worker", "deepspeed.runtime.zero.muon.muon_optimizer"]
@@ -192,6 +195,7 @@ def _rank(job: Callable[..., Any], config: Config, rank: int, pipe: Any, args: S
     from learner.worker import LearnerWorker
 
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)  # as Ray does
     try:
         worker = LearnerWorker(config, rank, list)
         if rank == 0:
