@@ -152,6 +152,14 @@ class Pool:
             self._bury(worker, cause)
             raise WorkerError(cause) from error
 
+    async def serving(self) -> None:
+        """Wait until a worker serves.
+
+        Raises:
+            WorkerError: none can be had any more.
+        """
+        await self._least_loaded()
+
     def stop(self) -> None:
         """Kill every worker and stop replacing."""
         for task in self._replacing:

@@ -26,6 +26,7 @@ class RolloutPool:
         self._tolerance = PROBE_TOLERANCE[dtype]
         self._load_timeout_s = load_timeout_s
         self._publication: Publication | None = None  # stays referenced: a replacement loads it
+        self._last_served: EngineReport  # of the newest replacement
 
     async def start(self) -> None:
         """Start the engines."""
@@ -42,7 +43,7 @@ class RolloutPool:
         An engine that dies meanwhile is replaced and loads the same version before it serves.
 
         Raises:
-            WorkerError: no engine took the version, or one reports other weights than the learner's.
+            WorkerError: no engine can be had any more, or one reports other weights than the learner's.
         """
         self._publication = publication
         results = await asyncio.gather(
@@ -52,10 +53,13 @@ class RolloutPool:
         reports = [result for result in results if isinstance(result, EngineReport)]
         failures = [result for result in results if isinstance(result, BaseException)]
         for failure in failures:
-            if not isinstance(failure, WorkerError) or not reports:
+            if not isinstance(failure, WorkerError):
                 raise failure
         for report in reports:
             self._prove(report, published)
+        if not reports:  # every engine died: go on with the first replacement, which loads and proves this version
+            await self._pool.serving()
+            reports = [self._last_served]
         return reports
 
     async def _load_one(self, worker: Worker, publication: Publication) -> EngineReport:
@@ -70,6 +74,7 @@ class RolloutPool:
             publication = self._publication
             report = await self._load_one(worker, publication)
             self._prove(report, await publication.published())
+            self._last_served = report
             if publication is self._publication:
                 return
 
