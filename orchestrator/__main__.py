@@ -6,7 +6,6 @@ Exit codes: 0 the run did what was asked; 1 it failed; 2 bad input, nothing was 
 import argparse
 import asyncio
 import os
-import signal
 import sys
 
 from configs.load import load, to_yaml
@@ -51,7 +50,7 @@ def _train(config) -> int:
 
     console = Console(soft_wrap=True)
     try:
-        asyncio.run(_until_signalled(build.run(config, console)))
+        asyncio.run(build.run(config, console))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("rlooper: interrupted; every worker was stopped", file=sys.stderr)
         return 130
@@ -59,13 +58,6 @@ def _train(config) -> int:
         print(f"rlooper: {build.first_cause(error)}", file=sys.stderr)
         return 1
     return 0
-
-
-async def _until_signalled(work) -> None:
-    """Await `work`; SIGTERM ends it as Ctrl-C does."""
-    task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await task
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Composition root: Config -> parts. The one file that knows the concrete classes of the other rooms."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -71,6 +72,9 @@ async def run(config: Config, console: Console) -> None:
     (folder / "config.yaml").write_text(to_yaml(config))
     cloudpickle.register_pickle_by_value(process)  # workers call the hook before they can import our rooms
     connect(config, process.enter)
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # after Ray, which sets one that exits at once
     console.print(f"run folder {folder}; worker logs in {folder / 'logs'}", highlight=False)
     try:
         async with AsyncExitStack() as stack:

@@ -50,11 +50,12 @@ def test_an_engine_that_cannot_start_ends_with_its_own_error(tiny, tmp_path):
     assert code == 1 and "rollout-0" in output and "nonsense" in output, output
 
 
-def test_ctrl_c_ends_within_15_s_and_leaves_no_process(tiny, tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_an_interrupt_ends_within_15_s_and_leaves_no_process(tiny, tmp_path, sent):
     process = start("train", *tiny(tmp_path), "train.num_steps=100000")
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and metrics(tmp_path), 200, "the first step")
     started = time.monotonic()
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, sent)
     output, _ = process.communicate(timeout=30)
     assert time.monotonic() - started < 15
     assert process.returncode == 130, output
