@@ -9,6 +9,8 @@ import pytest
 
 from tests.e2e.cli import metrics, processes_with, start, train, wait_for
 
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
+
 
 @pytest.mark.parametrize(
     ("override", "words"),

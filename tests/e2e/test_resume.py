@@ -3,9 +3,12 @@
 import os
 import signal
 
+import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.cli import metrics, processes_with, start, train, wait_for
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
 OPTIONS = ["train.num_steps=6", "checkpoint.every=2", "train.resume=auto", "algorithm.beta=0.05", "algorithm.kl_target=0.5",
            "learner.zero_stage=2"]  # fmt: skip

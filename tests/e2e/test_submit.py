@@ -10,6 +10,8 @@ import pytest
 
 from tests.e2e.cli import ROOT, environment, metrics
 
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
+
 RAY = str(Path(sys.executable).parent / "ray")
 
 

@@ -6,6 +6,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.cli import metrics, train
 
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
+
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_engine_and_learner_agree_at_every_step(tiny, tmp_path, tied):
