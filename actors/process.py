@@ -13,6 +13,8 @@ MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(8 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(32 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
+    "MALLOC_ARENA_MAX": "1",  # an arena of another thread than the first holds 64 MiB at most and maps anew what is larger
+    "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for huge pages
 }
 PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "HF_TOKEN_PATH", "TOKENIZERS_PARALLELISM")
 
