@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 TRAIN = "reward/mean"
-HELD_OUT = {"eval/sampled/accuracy": "held-out, sampled", "eval/greedy/accuracy": "held-out, greedy"}
+HELD_OUT = {"eval/sampled/reward_mean": "held-out, sampled", "eval/greedy/reward_mean": "held-out, greedy"}
 SMOOTHED_STEPS = 5
 
 
