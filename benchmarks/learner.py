@@ -13,7 +13,6 @@ import argparse
 import gc
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -165,7 +164,7 @@ class Bench:
         groups = {g: self._receipt(29, [8] * 8).group_ref for g in range(8)}
         batches = self._module.plan(groups, {g: range(8) for g in groups}, max_tokens=4096, share=True)
         tokens, predicted = sum(b.num_tokens for b in batches), sum(len(b.nodes) for b in batches)
-        head = self._module.head.lm_head.weight.numel()
+        head = self._module.head.weight.numel()
         body = sum(p.numel() for p in self._module.causal_lm.base_model.parameters() if p.ndim > 1) - head
         flop = 6.0 * (tokens * body + predicted * head)
         dtype = getattr(torch, self._options.dtype)
@@ -263,13 +262,20 @@ def logprob_peak_bytes(layout: str) -> int:
     model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
     small = hidden[:8].detach().requires_grad_()  # warm up the kernels
     head(small, torch.arange(8), tokens[:8], 1.0, False)[0].sum().backward()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # from here on a new peak
+    before = memory_bytes("VmRSS")
     if layout == "chunked":
         logprobs = head(hidden, torch.arange(4096), tokens, 1.0, False)[0]
     else:
         logprobs = torch.log_softmax(model.lm_head(hidden).float(), -1).gather(-1, tokens[:, None])
     logprobs.sum().backward()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return memory_bytes("VmHWM") - before
+
+
+def memory_bytes(key: str) -> int:
+    """Read a size from /proc/self/status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 
 from configs.schema import Config, LearnerConfig
-from learner.logprobs import ChunkedHead, TokenLogprobs
+from learner.logprobs import TokenLogprobs
 from learner.packing import MicroBatch
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 import deepspeed
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from deepspeed.utils import safe_get_full_grad, set_z3_leaf_modules
+from deepspeed.utils import safe_get_full_grad
 
 # an op for inference on CPUs, which DeepSpeed would compile at start (20 s, needs g++ and ninja) and which we never call
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -81,7 +81,7 @@ _STORES: list[dist.TCPStore] = []  # rank 0's store serves the group as long as 
 class Engine:
     """A TokenLogprobs module under DeepSpeed."""
 
-    def __init__(self, module: TokenLogprobs, config: Config) -> None:
+    def __init__(self, module: TokenLogprobs, config: Config, device: torch.device) -> None:
         """Shard, build the optimizer, wrap. The module's parameters are the float32 masters (or their shards)."""
         learner = config.learner
         self.module = module
@@ -90,16 +90,13 @@ class Engine:
         self.updates = 0  # optimizer updates tried so far: what the schedule counts
         self._total_updates = config.train.num_steps * learner.num_mini_batches * learner.num_epochs
         self._learner = learner
-        if self.stage == 3:
-            set_z3_leaf_modules(module, [ChunkedHead])
+        settings = _deepspeed_config(learner)
         trained = [p for p in module.parameters() if p.requires_grad]
         self.num_trained = sum(p.numel() for p in trained)
-        engine, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=_optimizer(trained, learner),
-            config=_deepspeed_config(learner),
-            dist_init_required=False,
-        )
+        optimizer = _optimizer(trained, learner)
+        if self.stage == 3:
+            _shard(module, settings, device)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
         module.eval()
         if learner.gradient_checkpointing:
             _checkpoint_layers(module)
@@ -246,10 +243,13 @@ def _deepspeed_config(learner: LearnerConfig) -> dict[str, Any]:
     zero: dict[str, Any] = {"reduce_bucket_size": BUCKET_ELEMENTS, "allgather_bucket_size": BUCKET_ELEMENTS}
     theirs = dict(learner.deepspeed)
     zero |= dict(theirs.pop("zero_optimization", {})) | {"stage": learner.zero_stage}
-    if learner.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    if learner.offload_parameters:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if (
+        torch.cuda.is_available()
+    ):  # on a CPU all of it lies there already, and DeepSpeed's offloading fails (no streams)
+        if learner.offload_optimizer:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        if learner.offload_parameters:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     return theirs | {
         "train_micro_batch_size_per_gpu": 1,  # DeepSpeed counts with it; our micro-batches are counted in tokens
         "gradient_accumulation_steps": 1,
@@ -258,6 +258,15 @@ def _deepspeed_config(learner: LearnerConfig) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU as well
     }
+
+
+def _shard(module: TokenLogprobs, settings: dict[str, Any], device: torch.device) -> None:
+    """Move the parameters from host memory to their shards one by one: a GPU never holds the whole model."""
+    module.device = device
+    deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=torch.float32)
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            part.register_buffer(name, buffer.to(device), persistent=name not in part._non_persistent_buffers_set)
 
 
 def _checkpoint_layers(module: TokenLogprobs) -> None:

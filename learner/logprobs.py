@@ -93,7 +93,12 @@ class TokenLogprobs(nn.Module):
 
 
 class ChunkedHead(nn.Module):
-    """The language-model head over chunks of places. One leaf module: ZeRO-3 gathers its weight once, however many chunks."""
+    """The language-model head over chunks of places.
+
+    It holds the head's parameters itself and calls no submodule, so that ZeRO-3 gathers them once per forward and per
+    backward, however many chunks a rank has. (DeepSpeed's leaf modules do that too, and lose the gradient of a tied weight:
+    they reduce it when the head is done, before the embedding has added its part.)
+    """
 
     def __init__(self, model: PreTrainedModel, chunk_tokens: int) -> None:
         super().__init__()
@@ -104,7 +109,7 @@ class ChunkedHead(nn.Module):
                 "Leave lm_head out of learner.lora.targets, or use another model."
             )
         config = model.config.get_text_config()
-        self.lm_head = head
+        self.weight, self.bias = head.weight, head.bias
         self.softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0)
         self.chunk_tokens = chunk_tokens
 
@@ -118,7 +123,7 @@ class ChunkedHead(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score `pair_tokens` (M,) at the places `pair_nodes` (M,) of `hidden` (U, H)."""
         settings = (1.0 / temperature, self.softcap, self.chunk_tokens, with_entropy)
-        return _ChunkedLogprob.apply(hidden, self.lm_head.weight, self.lm_head.bias, pair_nodes, pair_tokens, settings)  # pyright: ignore
+        return _ChunkedLogprob.apply(hidden, self.weight, self.bias, pair_nodes, pair_tokens, settings)  # pyright: ignore
 
 
 class _ChunkedLogprob(torch.autograd.Function):

@@ -67,14 +67,17 @@ class LearnerWorker:
             device = form_group(self._rank, learner.num_ranks, learner.timeout_s)
             torch.manual_seed(config.train.seed)  # an adapter starts alike on every rank
             model = load_model(config.model.path, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code)
+            policy = with_adapter(model, learner.lora)
+            if learner.zero_stage < 3:  # at stage 3 the engine moves shards only
+                policy.to(device)
             module = TokenLogprobs(
-                with_adapter(model, learner.lora).to(device),
+                policy,
                 temperature=config.rollout.temperature,
                 chunk_tokens=learner.logprob_chunk_tokens,
                 compute_dtype=self._dtype,
             )
             num_parameters = sum(p.numel() for p in module.parameters())
-            self._engine = Engine(module, config)
+            self._engine = Engine(module, config, device)
             self._updater = Updater(self._engine, config, self._rank, learner.num_ranks)
             self._publisher = Publisher(self._engine, self._dtype)
         return Ready(

@@ -15,6 +15,10 @@ from tests.learner.tiny import changed, config_of, llama, receipts, run_ranks, s
 
 pytestmark = pytest.mark.stack
 Tensors = dict[str, torch.Tensor]
+SMALL_BUCKETS = {
+    "reduce_bucket_size": 5000,
+    "allgather_bucket_size": 5000,
+}  # below the embedding's size, as with real models
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +110,7 @@ def check(case: tuple[int, int, int, bool, bool, int, bool], tiny: Config, plain
         shared_prompt=share,
         logprob_chunk_tokens=chunk,
         gradient_checkpointing=checkpointing,
+        deepspeed={"zero_optimization": SMALL_BUCKETS} if chunk < 1024 else {},
     )
     for grads, params, metrics in run_ranks(one_step, config, receipts(), trees):
         assert_same(grads, plain[0])
@@ -126,7 +131,7 @@ def test_a_step_equals_plain_autograd_everywhere(case: Any, tiny: Config, plain:
 
 
 def test_deepspeed_keys_and_offloaded_parameters_change_nothing(tiny: Config, plain: tuple[Tensors, Tensors]) -> None:
-    keys = {"zero_optimization": {"reduce_bucket_size": 5000, "stage3_param_persistence_threshold": 0}}
+    keys = {"zero_optimization": SMALL_BUCKETS | {"stage3_param_persistence_threshold": 0}}
     config = changed(tiny, num_ranks=2, zero_stage=3, offload_parameters=True, offload_optimizer=True, deepspeed=keys)
     for grads, params, _ in run_ranks(one_step, config, receipts(), True):
         assert_same(grads, plain[0])
