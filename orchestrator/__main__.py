@@ -14,10 +14,11 @@ from configs.rules import ConfigError
 
 def main() -> None:
     """Run a command and exit with its code."""
-    sys.exit(_run(sys.argv[1:]))
+    sys.exit(run_command(sys.argv[1:]))
 
 
-def _run(arguments: list[str]) -> int:
+def run_command(arguments: list[str]) -> int:
+    """Run one command line and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="rlooper", description="Critic-free reinforcement learning for language models.", allow_abbrev=False
     )

@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
 
+from orchestrator.__main__ import run_command
 from tests.e2e.cli import metrics, processes_with, start, train, wait_for
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
@@ -26,19 +28,24 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
         ("data.max_prompt_tokens=3", ["data.max_prompt_tokens (3)", "line 1: 4 tokens"]),
         ("reward.function={broken}:f", ["reward.function", "SyntaxError"]),
         ("rollout.max_model_len=4096", ["rollout.max_model_len", "context (256)", "4096"]),
-        ("rollout.num_cpus=7", ["7.7 CPU asked", "rollout 1 x 7", "of 2 there"]),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(tiny, tmp_path, override, words):
+def test_bad_input_is_one_sentence_and_exit_code_2(tiny, tmp_path, capsys, override, words):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.py").write_text("def f(:")
     override = override.format(empty=tmp_path / "empty.jsonl", broken=tmp_path / "broken.py")
-    code, output = train(*tiny(tmp_path / "run"), override)
+    assert run_command(["train", *tiny(tmp_path / "run"), override]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("rlooper: ") and all(word in sentence for word in words), sentence
+    assert not ray.is_initialized() and not (tmp_path / "run").exists()  # nothing was started
+
+
+def test_more_than_the_cluster_has_is_refused_with_what_is_there_and_who_asks(tiny, tmp_path):
+    code, output = train(*tiny(tmp_path / "run"), "rollout.num_cpus=7", "learner.num_gpus=0")
     assert code == 2, output
     (sentence,) = [line for line in output.splitlines() if line.startswith("rlooper:")]
-    assert all(word in sentence for word in words), sentence
-    assert "Traceback" not in output
-    assert not (tmp_path / "run" / "logs").exists()  # no worker was started
+    assert all(word in sentence for word in ["7.4 CPU asked", "rollout 1 x 7", "of 2 there"]), sentence
+    assert "Traceback" not in output and not (tmp_path / "run" / "logs").exists()
 
 
 def test_a_reward_that_always_raises_ends_with_its_own_error(tiny, tmp_path):
@@ -65,20 +72,19 @@ def test_an_interrupt_ends_within_15_s_and_leaves_no_process(tiny, tmp_path, sen
     wait_for(lambda: not processes_with(str(tmp_path)), 10, "the end of every worker process")
 
 
-@pytest.mark.parametrize("role", ["rollout", "reward"])
-def test_a_killed_worker_is_replaced_and_nothing_is_lost(tiny, tmp_path, role):
-    process = start("train", *tiny(tmp_path), "train.num_steps=40", "rollout.num_workers=2")
-    log = str(tmp_path / "logs" / f"{role}-0.log")
+def test_killed_workers_are_replaced_and_nothing_is_lost(tiny, tmp_path):
+    process = start("train", *tiny(tmp_path), "train.num_steps=60", "rollout.num_workers=2")
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and metrics(tmp_path), 200, "the first step")
-    for pid in _writers_of(log):
-        os.kill(pid, signal.SIGKILL)
+    for role in ("rollout", "reward"):
+        for pid in _writers_of(str(tmp_path / "logs" / f"{role}-0.log")):
+            os.kill(pid, signal.SIGKILL)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     last = metrics(tmp_path)[-1]
-    assert (last["step"], last["ledger/trained"], last["ledger/drawn"]) == (40, 160, 160)
+    assert (last["step"], last["ledger/trained"], last["ledger/drawn"]) == (60, 240, 240)
     assert max(s["mismatch/logprob_abs_diff"] for s in metrics(tmp_path)) < 1e-4
-    assert (tmp_path / "logs" / f"{role}-{2 if role == 'rollout' else 1}.log").exists()
-    assert not processes_with(str(tmp_path))
+    assert (tmp_path / "logs" / "rollout-2.log").exists() and (tmp_path / "logs" / "reward-1.log").exists()
+    wait_for(lambda: not processes_with(str(tmp_path)), 10, "the end of every worker process")
 
 
 def _writers_of(log: str) -> list[int]:
