@@ -7,7 +7,7 @@ count the whole step. How many micro-batches a rank runs is free at stages 0 to 
 Stage 3 gathers parameters in every forward, so there the caller runs equally many on every rank (`uneven_hangs`).
 
 Masters are float32 and so are gradients; bfloat16 is autocast inside of the module (DeepSpeed's own bf16 mode accumulates in
-bf16, notes/engine.md). Stage 0 neither records a norm nor skips non-finite gradients: done here, alike for every stage.
+bf16). Stage 0 neither records a norm nor skips non-finite gradients: done here, alike for every stage.
 """
 
 import logging
@@ -35,7 +35,7 @@ from deepspeed.utils import safe_get_full_grad
 
 # an op for inference on CPUs, which DeepSpeed would compile at start (20 s, needs g++ and ninja) and which we never call
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-BUCKET_ELEMENTS = 20_000_000  # larger ones only cost memory (measured: notes/engine.md, "Tuned")
+BUCKET_ELEMENTS = 20_000_000  # larger ones only cost memory (measured on two cores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from orchestrator.types import Published, Ref, ScoredGroup, StepMetrics
 
 log = logging.getLogger(__name__)
 
-# glibc keeps big buffers instead of mapping and faulting them anew every step (notes/engine.md, "Tuned")
+# glibc keeps big buffers instead of mapping and faulting them anew every step
 KEEP_BUFFERS = {
     "MALLOC_MMAP_THRESHOLD_": str(8 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(32 << 30),

@@ -2,7 +2,7 @@
 
 The K samples of a group share their prompt, and often the beginning of their responses. A tree holds every shared token
 once; a token attends to its ancestors; its position is its depth. So each sample sees exactly what it would see alone,
-and the prompt costs one forward instead of K (notes/engine.md: 2.4 to 3.1 times less work, exact in fp32).
+and the prompt costs one forward instead of K (exact in fp32; benchmarks/learner.py has the gain).
 The last token of a response predicts nothing and is left out.
 
 Pure numpy: what a mask looks like to a model is decided in `families.py`.

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def head(tmp_path_factory):
     log = (temp / "head.log").open("w")
     process = subprocess.Popen(
         [RAY, "start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2",
-         f"--temp-dir=/tmp/rl-{os.getpid()}", "--include-dashboard=true", "--disable-usage-stats"],
+         f"--temp-dir={tempfile.gettempdir()}/rl-{os.getpid()}", "--include-dashboard=true", "--disable-usage-stats"],
         env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     yield f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", env, temp / "head.log"
