@@ -7,17 +7,19 @@ collective for it. Whoever catches that closes the group: ranks are not rebuilt 
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from configs.schema import Config
 from learner.errors import LESS_MEMORY, LearnerError
-from learner.worker import LearnerWorker, Ready
-from orchestrator.types import Published, Ref, ScoredGroup, StepMetrics
+from orchestrator.types import Published, Ref, ScoredGroup, StepMetrics, WeightBucket
+
+if TYPE_CHECKING:  # it imports torch, transformers and deepspeed, which the driver does without
+    from learner.worker import Ready
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +34,46 @@ PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "DS_ACCELERATOR")
 GRACE_S = 5.0  # after a rank failed, the others are given so long to say why: the first error is often a mere echo
 
 
-class Rank(LearnerWorker):
-    """A learner rank that fetches from Ray's object store."""
+class Rank:
+    """Ray actor around one LearnerWorker that fetches from the object store; its heavy imports happen in its own process."""
 
     def __init__(self, config: Config, rank: int) -> None:
+        from learner.worker import LearnerWorker
+
         timeout_s = config.learner.timeout_s
-        super().__init__(config, rank, lambda refs: ray.get(list(refs), timeout=timeout_s))
+        self._worker = LearnerWorker(config, rank, lambda refs: ray.get(list(refs), timeout=timeout_s))
+
+    def listen(self) -> tuple[str, int]:
+        """Open the port at which the ranks meet (rank 0)."""
+        return self._worker.listen()
+
+    def start(self, host: str, port: int) -> "Ready":
+        """Meet the other ranks and load the model."""
+        return self._worker.start(host, port)
+
+    def step(self, receipts: Sequence[ScoredGroup]) -> StepMetrics:
+        """Train on P groups."""
+        return self._worker.step(receipts)
+
+    def publish(self, steps: int) -> Iterator[WeightBucket | Published]:
+        """Yield the buckets, then the Published (rank 0)."""
+        yield from self._worker.publish(steps)
+
+    def assist(self) -> None:
+        """Take part in the gathers of a publication (other ranks under ZeRO-3)."""
+        self._worker.assist()
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder."""
+        self._worker.export(folder)
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint."""
+        self._worker.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote."""
+        self._worker.load(folder)
 
 
 class Publication:
@@ -112,7 +148,7 @@ class LearnerGroup:
             for rank, name in enumerate(self._names)
         ]
 
-    async def start(self) -> list[Ready]:
+    async def start(self) -> "list[Ready]":
         """Let the ranks meet and load the model.
 
         Raises:

@@ -167,7 +167,7 @@ def _eval_temperatures(config: Config) -> dict[str, float]:
 
 
 def _run_log(config: Config, folder: Path, console: Console) -> RunLog:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.summary import Writer
 
     async def open_group(ref: Ref) -> Group:
         return await ref
@@ -177,7 +177,7 @@ def _run_log(config: Config, folder: Path, console: Console) -> RunLog:
         num_steps=config.train.num_steps,
         table_every=config.train.sample_table_every,
         open_group=open_group,
-        writer=SummaryWriter(folder / "tensorboard"),
+        writer=Writer(str(folder / "tensorboard")),
         console=console,
     )
 

@@ -33,9 +33,9 @@ SHOWN_SAMPLES = 4
 
 
 class ScalarWriter(Protocol):
-    """TensorBoard's SummaryWriter, as far as it is used."""
+    """TensorBoard's writer, as far as it is used."""
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
+    def add_scalar(self, tag: str, data: float, step: int) -> Any: ...
 
     def close(self) -> None: ...
 

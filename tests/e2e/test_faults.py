@@ -50,7 +50,7 @@ def test_more_than_the_cluster_has_is_refused_with_what_is_there_and_who_asks(ti
 
 def test_a_reward_that_always_raises_ends_with_its_own_error(tiny, tmp_path):
     arguments = [a.replace(":signal", ":broken") for a in tiny(tmp_path)]
-    code, output = train(*arguments)
+    code, output = train(*arguments, "rollout.backend=hf")
     assert code == 1 and "ValueError: the judge fell asleep" in output, output
 
 
@@ -59,9 +59,9 @@ def test_an_engine_that_cannot_start_ends_with_its_own_error(tiny, tmp_path):
     assert code == 1 and "rollout-0" in output and "nonsense" in output, output
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_an_interrupt_ends_within_15_s_and_leaves_no_process(tiny, tmp_path, sent):
-    process = start("train", *tiny(tmp_path), "train.num_steps=100000")
+@pytest.mark.parametrize(("sent", "backend"), [(signal.SIGINT, "vllm"), (signal.SIGTERM, "hf")], ids=["ctrl-c", "sigterm"])
+def test_an_interrupt_ends_within_15_s_and_leaves_no_process(tiny, tmp_path, sent, backend):
+    process = start("train", *tiny(tmp_path), "train.num_steps=100000", f"rollout.backend={backend}")
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and metrics(tmp_path), 200, "the first step")
     started = time.monotonic()
     os.kill(process.pid, sent)

@@ -11,7 +11,7 @@ from tests.e2e.cli import metrics, processes_with, start, train, wait_for
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
 OPTIONS = ["train.num_steps=6", "checkpoint.every=2", "train.resume=auto", "algorithm.beta=0.05", "algorithm.kl_target=0.5",
-           "learner.zero_stage=2"]  # fmt: skip
+           "learner.zero_stage=2", "rollout.backend=hf"]  # fmt: skip
 
 
 def untimed(folder) -> list[dict]:

@@ -70,7 +70,7 @@ def test_submit_reports_the_status_of_the_run(head, tiny, tmp_path):
 def test_a_running_cluster_is_used_and_survives_the_run(head, tiny, tmp_path):
     address, dashboard, env, log = head
     wait_until_up(dashboard, env, log)
-    run = [sys.executable, "-m", "orchestrator", "train", *tiny(tmp_path), f"cluster.address={address}"]
+    run = [sys.executable, "-m", "orchestrator", "train", *tiny(tmp_path), f"cluster.address={address}", "rollout.backend=hf"]
     done = subprocess.run(run, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     wait_until_up(dashboard, env, log)
