@@ -29,7 +29,7 @@ demo-model: setup ## prepare the demo's model and data
 	@$(PY) -m deploy.prepare_demo
 
 test: setup ## run the tests, the full matrices left out (ARGS="tests/house -k doors")
-	$(TEST_ENV) timeout --foreground 1500 $(PY) -m pytest -m "not soak" -q $(ARGS)
+	$(TEST_ENV) timeout --foreground 2700 $(PY) -m pytest -m "not soak" -q $(ARGS)
 
 lint: setup ## check style, types and the rules of the house
 	$(PY) -m ruff check .
