@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -53,17 +54,26 @@ def wait_until_up(dashboard: str, env: dict[str, str], log: Path) -> None:
     raise AssertionError(f"the head did not come up:\n{log.read_text()}\n{done.stdout}{done.stderr}")
 
 
+def submit(dashboard: str, env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess:
+    """Submit a training job from the checkout and follow it to its end."""
+    runtime = '{"excludes": ["runs", "tests/golden"], "env_vars": {"HF_HUB_OFFLINE": "1"}}'
+    entry = [sys.executable, "-m", "orchestrator", "train", *arguments]
+    command = [RAY, "job", "submit", "--address", dashboard, "--working-dir", str(ROOT), "--runtime-env-json", runtime, "--", *entry]
+    for _ in range(20):
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+        if "No available agent" not in done.stderr:  # the head's job agent starts after its dashboard
+            break
+        time.sleep(3)
+    return done
+
+
 def test_submit_reports_the_status_of_the_run(head, tiny, tmp_path):
-    address, dashboard, env, log = head
+    _, dashboard, env, log = head
     wait_until_up(dashboard, env, log)
-    submit = [RAY, "job", "submit", "--address", dashboard, "--working-dir", str(ROOT)]
-    entry = ["--", sys.executable, "-m", "orchestrator", "train", *tiny(tmp_path / "good"), "cluster.address=auto"]
-    runtime = ["--runtime-env-json", '{"excludes": [".venv", ".git", "runs", "tests/golden"], "env_vars": {"HF_HUB_OFFLINE": "1"}}']
-    done = subprocess.run([*submit, *runtime, *entry], env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = submit(dashboard, env, *tiny(tmp_path / "good"), "cluster.address=auto")
     assert done.returncode == 0 and "succeeded" in done.stdout, done.stdout + done.stderr
     assert len(metrics(tmp_path / "good")) == 3
-    entry = ["--", sys.executable, "-m", "orchestrator", "train", *tiny(tmp_path / "bad"), "algorithm.beat=1"]
-    done = subprocess.run([*submit, *runtime, *entry], env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = submit(dashboard, env, *tiny(tmp_path / "bad"), "algorithm.beat=1")
     assert done.returncode != 0 and "Did you mean algorithm.beta" in done.stdout, done.stdout + done.stderr
 
 
