@@ -133,10 +133,11 @@ class Bench:
             self._run(self._module.plan(groups, {g: [0] for g in groups}, max_tokens=4096, share=True))
 
         def padded() -> None:
-            batches = [list(groups)[i : i + 8] for i in range(0, len(groups), 4)]  # in draw order, as they come
+            size = 4  # samples of a padded micro-batch
+            batches = [list(groups)[i : i + size] for i in range(0, len(groups), size)]  # in draw order, as they come
             for batch in batches:
                 chosen = {g: [0] for g in batch}
-                width = 4 * max(int(lengths[g]) for g in batch)
+                width = size * max(int(lengths[g]) for g in batch)
                 tree, self._module.family.tree = self._module.family.tree, False
                 self._run(self._module.plan(groups, chosen, max_tokens=width, share=False))
                 self._module.family.tree = tree
