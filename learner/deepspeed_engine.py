@@ -125,11 +125,11 @@ class Engine:
                     True
                 )  # reduced after each backward, added to this rank's shard
             yield
-            if self.stage in (1, 2):
+            if self.stage < 3:
                 for param in self.module.parameters():
                     if param.requires_grad and param.grad is None:  # ranks must reduce the same parameters
                         param.grad = torch.zeros_like(param)
-        if self.stage == 0:
+        if self.stage == 0 and self.num_ranks > 1:
             engine.set_gradient_accumulation_boundary(True)
             engine.allreduce_gradients(bucket_size=BUCKET_ELEMENTS)
 
@@ -148,6 +148,7 @@ class Engine:
             if not math.isfinite(norm):
                 self.discard()
                 return Update(grad_norm=norm, lr=lr, skipped=True)
+            self._engine.set_gradient_accumulation_boundary(True)
             self._engine.step()
             return Update(grad_norm=norm, lr=lr, skipped=False)
         self._engine.step()
