@@ -19,7 +19,7 @@ class ReferenceWorker:
         self._name, self._learner = name, config.learner
         model: Any = load_model(
             config.model.path,
-            dtype=getattr(torch, config.model.dtype),
+            dtype=torch.float32,  # as the learner's masters: in bfloat16 too the KL is exactly 0 before the first update
             trust_remote_code=config.model.trust_remote_code,
         )
         device = "cuda" if config.reference.num_gpus > 0 else "cpu"
@@ -27,6 +27,7 @@ class ReferenceWorker:
             model.to(device).requires_grad_(False),
             temperature=config.rollout.temperature,
             chunk_tokens=config.learner.logprob_chunk_tokens,
+            compute_dtype=getattr(torch, config.model.dtype),
         )
 
     def ready(self) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from configs.schema import AlgorithmConfig, Config
+from configs.schema import DEEPSPEED_OWNED_KEYS, AlgorithmConfig, Config
 
 # estimator -> (scale_rewards, kl_in_reward, KL form in the loss); source: the seeds and docs/algorithms.md
 ESTIMATOR_DEFAULTS = {
@@ -191,6 +191,11 @@ def _check_algorithm(config: Config) -> None:
             f"algorithm.correction must be none while rollout.top_p or top_k cut the distribution, got {a.correction} with "
             f"top_p {r.top_p}, top_k {r.top_k}. Set rollout.top_p=1 rollout.top_k=0."
         )
+    if a.old_logprobs == "rollout" and (truncated or a.correction != "none"):
+        why = f"top_p {r.top_p}, top_k {r.top_k}" if truncated else f"correction {a.correction}, which would weigh nothing"
+        raise ConfigError(
+            f"algorithm.old_logprobs must be recompute here, got rollout with {why}. Set algorithm.old_logprobs=recompute."
+        )
     if a.overlong_buffer_tokens > r.max_new_tokens:
         raise ConfigError(
             f"algorithm.overlong_buffer_tokens must be at most rollout.max_new_tokens ({r.max_new_tokens}), "
@@ -204,6 +209,9 @@ def _check_algorithm(config: Config) -> None:
 
 def _check_learner(config: Config) -> None:
     learner = config.learner
+    owned = [key for key in DEEPSPEED_OWNED_KEYS if _holds(learner.deepspeed, key)]
+    if owned:
+        raise ConfigError(f"learner.deepspeed must not set what rlooper owns, got {owned[0]}. See the keys of learner.* instead.")
     if learner.offload_optimizer and learner.zero_stage == 0:
         raise ConfigError("learner.offload_optimizer must go with zero_stage 1 to 3, got 0. Set learner.zero_stage=2.")
     if learner.offload_parameters and learner.zero_stage != 3:
@@ -215,6 +223,15 @@ def _check_learner(config: Config) -> None:
             f"learner.num_mini_batches must be at most train.prompts_per_step ({config.train.prompts_per_step}), "
             f"got {learner.num_mini_batches}. A group is never split."
         )
+
+
+def _holds(tree: Any, key: str) -> bool:
+    """Whether nested dictionaries hold a dotted key."""
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def _check_rollout(config: Config) -> None:
