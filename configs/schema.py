@@ -98,6 +98,7 @@ class RolloutConfig:
     top_k: int = 0  # 0: off
     stop_token_ids: list[int] = field(default_factory=list)  # beside every EOS of the model; the token is kept in the sample
     kv_cache_mib: int | None = None  # KV cache of an engine; None: 512 on a CPU, vLLM's choice on a GPU
+    on_sync: Literal["switch", "wait"] = "switch"  # samples in flight at a weight sync go on under the new weights, or finish first
     timeout_s: float = 600.0  # deadline of one group
     engine_args: dict[str, Any] = field(default_factory=dict)  # vLLM's own arguments; keys that rlooper owns are refused
 
@@ -162,6 +163,7 @@ class TrainConfig:
     num_steps: int = 100  # passes of the loop
     prompts_per_step: int = 16  # P groups per step
     max_staleness: int = 0  # a group was started at most so many versions before it is trained; 0: strictly on-policy
+    max_refill: int = 0  # dynamic sampling: groups a step may start in the place of those whose rewards are all equal; 0: off
     seed: int = 0  # of sampling
     output_dir: str = "runs/default"  # run folder
     resume: str = "never"  # never; auto: the newest complete checkpoint of the run folder, if any; or a checkpoint's folder

@@ -30,7 +30,7 @@ from orchestrator.feed import Feed, Scoring
 from orchestrator.metrics import RunLog
 from orchestrator.prompts import PromptStream, fingerprint, read_prompts
 from orchestrator.train import Parts, train
-from orchestrator.types import Group, Prompt, Ref, Sampling
+from orchestrator.types import Group, Prompt, Ref, Sampling, ScoredGroup
 
 RUN_ERRORS = (RuntimeError, OSError, RayError, ExceptionGroup)  # what can end a run that had started
 
@@ -107,6 +107,8 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
         num_groups=config.train.num_steps * config.train.prompts_per_step,
         prompts_per_step=config.train.prompts_per_step,
         max_staleness=config.train.max_staleness,
+        max_refill=config.train.max_refill,
+        has_signal=_has_signal,
     )
     stack.push_async_callback(feed.close)
     log = _run_log(config, folder, console)
@@ -159,6 +161,15 @@ def _sampling(config: Config) -> Sampling:
         temperature=config.rollout.temperature,
         seed=config.train.seed,
     )
+
+
+def _has_signal(group: ScoredGroup) -> bool:
+    from torch import tensor
+
+    from estimators.shaping import has_signal
+
+    rewards = group.rewards
+    return bool(has_signal(tensor([[r.value for r in rewards]]), tensor([[r.valid for r in rewards]])))
 
 
 def _eval_temperatures(config: Config) -> dict[str, float]:

@@ -2,9 +2,14 @@
 
 Staleness is a number. `refill` keeps (max_staleness + 1) * P groups in flight; `take` first waits for every group that the next
 step would make too old, then fills up with whatever finished, so that at 0 timing never changes the result.
+
+Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2): a group whose rewards are all equal teaches nothing, so up to
+`max_refill` more groups are started per step to take the places of such groups. Whether one is needed depends on the rewards of
+the draws before it alone, so this too is independent of timing at staleness 0.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 
@@ -74,6 +79,9 @@ class Scoring:
 class _Flight:
     started_version: int
     task: "asyncio.Task[ScoredGroup]"
+    prompt: str  # its id
+    started: float  # monotonic seconds
+    dull: bool = False  # it teaches nothing: all its rewards are equal
 
 
 class Feed:
@@ -87,9 +95,22 @@ class Feed:
         num_groups: int,
         prompts_per_step: int,
         max_staleness: int,
+        max_refill: int,
+        has_signal: Callable[[ScoredGroup], bool],
     ) -> None:
+        """Take the parts and the bounds.
+
+        Args:
+            stream: the prompts, by draw number.
+            score: makes a scored group of a draw.
+            num_groups: groups that the whole run trains.
+            prompts_per_step: P.
+            max_staleness: versions that may lie between a group's start and its training.
+            max_refill: groups that a step may start in the place of groups without signal.
+            has_signal: whether a group's rewards can teach anything.
+        """
         self.ledger = Ledger()
-        self._stream, self._score = stream, score
+        self._stream, self._score, self._has_signal, self._max_refill = stream, score, has_signal, max_refill
         self._remaining = num_groups  # groups that the run still wants to start
         self._num, self._staleness = prompts_per_step, max_staleness
         self._version = 0
@@ -128,23 +149,33 @@ class Feed:
     async def take(self) -> list[ScoredGroup]:
         """Wait for P scored groups; returned in draw order.
 
-        A group that killed its workers, or has fewer than two valid rewards, is dropped, counted and replaced.
+        A group that killed its workers, or has fewer than two valid rewards, is dropped, counted and replaced. One without signal is
+        replaced as long as max_refill allows, and trained only where it must fill a place.
 
         Raises:
             FeedError: as many groups were dropped as a step wants.
         """
-        dropped = 0
+        dropped, refilled, seen = 0, 0, set[int]()
         while True:
-            ready = [number for number, flight in self._flights.items() if flight.task.done()]
-            for number in ready:
-                dropped += self._drop_invalid(number)
+            for number in [n for n, flight in self._flights.items() if flight.task.done() and n not in seen]:
+                seen.add(number)
+                if self._drop_invalid(number):
+                    dropped += 1
+                elif self._max_refill and not self._has_signal(self._flights[number].task.result()):
+                    self._flights[number].dull = True
+                    if refilled < self._max_refill:
+                        refilled += 1
+                        self._start()
             if dropped >= max(self._num, 4):
                 raise FeedError(
                     f"groups must be generated and have at least {MIN_VALID} valid rewards, got {dropped} dropped in one step. "
                     f"Last cause: {self._last_cause}"
                 )
-            chosen = self._choose()
-            if chosen is not None:
+            chosen, filtered = self._choose(refilled)
+            if len(chosen) == self._num:
+                for number in filtered:
+                    del self._flights[number]
+                self.ledger.filtered += len(filtered)
                 return [self._hand_out(number) for number in chosen]
             waiting = [flight.task for flight in self._flights.values() if not flight.task.done()]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -174,6 +205,15 @@ class Feed:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def status(self) -> dict[str, object]:
+        """Say what is in flight and for how long, oldest draw first."""
+        now = time.monotonic()
+        flights = [
+            {"draw": number, "prompt": f.prompt, "done": f.task.done(), "since_s": round(now - f.started, 1)}
+            for number, f in sorted(self._flights.items())
+        ]
+        return {"ledger": asdict(self.ledger), "version": self._version, "in_flight": flights}
+
     def _start(self) -> None:
         if self._redraw:
             number = self._redraw.pop(0)
@@ -181,18 +221,28 @@ class Feed:
             number, self._next = self._next, self._next + 1
         draw = self._stream.draw(number)
         self.ledger.drawn += 1
-        self._flights[draw.number] = _Flight(self._version, asyncio.create_task(self._score(draw)))
+        task = asyncio.create_task(self._score(draw))
+        self._flights[draw.number] = _Flight(self._version, task, draw.prompt.id, time.monotonic())
 
-    def _choose(self) -> list[int] | None:
-        """Pick P finished groups: those that may not grow older, then the earliest; None while one of them is unfinished."""
-        due = [n for n, f in self._flights.items() if f.started_version <= self._version - self._staleness]
-        rest = [n for n, f in self._flights.items() if n not in due and f.task.done()]
-        chosen = sorted((due + rest)[: max(self._num, len(due))])
-        if len(chosen) < self._num or not all(self._flights[n].task.done() for n in chosen):
-            return None
-        return chosen[: self._num]
+    def _choose(self, refilled: int) -> tuple[list[int], list[int]]:
+        """Pick P finished groups in draw order, and the groups without signal whose places were taken.
 
-    def _drop_invalid(self, number: int) -> int:
+        The oldest go first, those with signal before the others. Nothing is picked while that would let another group grow too old.
+        """
+        done = sorted((f.started_version, n) for n, f in self._flights.items() if f.task.done())
+        bright = [n for _, n in done if not self._flights[n].dull]
+        dull = [n for _, n in done if self._flights[n].dull]
+        num_dull = min(max(self._num - len(bright), 0), len(dull) - refilled)
+        chosen, filtered = bright[: self._num] + dull[:num_dull], dull[num_dull : num_dull + refilled]
+        left = [f.started_version for n, f in self._flights.items() if n not in chosen and n not in filtered]
+        for version in {*left}:  # what started at it or before must fit into the steps that may still train it
+            steps = version + self._staleness - self._version
+            if sum(started <= version for started in left) > self._num * steps:
+                return [], []
+        return sorted(chosen), filtered
+
+    def _drop_invalid(self, number: int) -> bool:
+        """Drop and replace a finished group that cannot be trained."""
         try:
             group = self._flights[number].task.result()  # raises what broke the run
         except GroupFailed as error:
@@ -200,13 +250,13 @@ class Feed:
             self.ledger.failed += 1
         else:
             if sum(reward.valid for reward in group.rewards) >= MIN_VALID:
-                return 0
+                return False
             details = [r.detail for r in group.rewards if r.detail]
             self._last_cause = (details or [group.rewards[0].cause])[-1]
             self.ledger.filtered += 1
         del self._flights[number]
         self._start()
-        return 1
+        return True
 
     def _hand_out(self, number: int) -> ScoredGroup:
         self._taken.add(number)

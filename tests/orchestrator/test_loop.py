@@ -16,7 +16,7 @@ from orchestrator.feed import Feed, FeedError, Ledger, Scoring
 from orchestrator.metrics import RunLog
 from orchestrator.prompts import PromptStream
 from orchestrator.train import Parts, train
-from orchestrator.types import Sampling
+from orchestrator.types import Draw, Reward, Sampling, ScoredGroup
 from tests.orchestrator.fakes import FakeLearner, FakeRewarder, FakeRollout, prompts
 
 
@@ -45,6 +45,8 @@ async def run(config: Config, folder: Path, *, rollout=None, rewarder=None, lear
         num_groups=config.train.num_steps * config.train.prompts_per_step,
         prompts_per_step=config.train.prompts_per_step,
         max_staleness=config.train.max_staleness,
+        max_refill=config.train.max_refill,
+        has_signal=lambda group: len({r.value for r in group.rewards if r.valid}) > 1,
     )
 
     async def open_group(ref):
@@ -111,6 +113,90 @@ def test_timing_never_changes_the_result_at_staleness_0(tmp_path):
 
     reference = weights(0)
     assert all((weights(seed) == reference).all() for seed in (1, 2, 3))
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_group_grows_too_old_whatever_the_timing(tmp_path, staleness, seed):
+    rng = random.Random(seed)
+    rollout = FakeRollout(delay=lambda draw: rng.choice([0.0, 0.0, 0.004, 0.01]))
+    config = make(
+        tmp_path, "train.num_steps=12", f"train.max_staleness={staleness}", "algorithm.correction=none", "train.max_refill=2"
+    )
+    parts, learner = asyncio.run(run(config, tmp_path, rollout=rollout))
+    assert max(stale for _, stale in learner.trained) == staleness
+    assert parts.feed.ledger.trained == 48 and parts.feed.in_flight == 0
+
+
+def test_a_step_takes_nothing_while_too_many_would_be_left_for_the_steps_that_may_train_them():
+    """With bound 2, the P oldest of 2 P groups of version 0 must go at version 1, however fast those of version 1 are."""
+    async def scenario():
+        finished = {number: asyncio.Event() for number in range(8)}
+
+        async def score(draw: Draw) -> ScoredGroup:
+            await finished[draw.number].wait()
+            return receipt(draw)
+
+        feed = Feed(PromptStream(prompts(), shuffle=False, seed=0), score, num_groups=8, prompts_per_step=2, max_staleness=2,
+                    max_refill=0, has_signal=lambda group: True)  # fmt: skip
+        feed.refill(0)  # 0 to 5 at version 0
+        for number in (4, 5):
+            finished[number].set()
+        first = await feed.take()
+        feed.commit(first)
+        feed.refill(1)  # 6 and 7
+        for number in (6, 7, 0):
+            finished[number].set()
+        taking = asyncio.create_task(feed.take())
+        await asyncio.sleep(0.02)
+        early = taking.done()
+        finished[1].set()
+        second = [group.draw.number for group in await taking]
+        await feed.close()
+        return [group.draw.number for group in first], early, second
+
+    assert asyncio.run(scenario()) == ([4, 5], False, [0, 1])
+
+
+def receipt(draw: Draw, values: tuple[float, ...] = (0.0, 1.0)) -> ScoredGroup:
+    """A scored group of which the feed reads the rewards alone."""
+    rewards = tuple(Reward(value=value, cause="ok", parts={}, detail="") for value in values)
+    return ScoredGroup(draw=draw, facts=None, group_ref=None, reference_refs=(), rewards=rewards)  # pyright: ignore
+
+
+def takes(signal: dict[int, bool], *, max_refill: int, delays: random.Random) -> tuple[list[int], Ledger]:
+    """One step of 4 groups at staleness 0 over draws whose groups have signal or not; returns what is trained, and the ledger."""
+
+    async def score(draw: Draw) -> ScoredGroup:
+        await asyncio.sleep(delays.random() * 0.01)
+        return receipt(draw, (0.0, 1.0) if signal.get(draw.number, True) else (1.0, 1.0))
+
+    async def scenario():
+        feed = Feed(PromptStream(prompts(), shuffle=False, seed=0), score, num_groups=4, prompts_per_step=4, max_staleness=0,
+                    max_refill=max_refill, has_signal=lambda group: len({r.value for r in group.rewards}) > 1)  # fmt: skip
+        feed.refill(0)
+        groups = await feed.take()
+        feed.commit(groups)
+        return [group.draw.number for group in groups], feed.ledger
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("dull", "max_refill", "trained", "filtered"),
+    [
+        ((), 3, [0, 1, 2, 3], 0),
+        ((1,), 0, [0, 1, 2, 3], 0),  # off
+        ((1,), 3, [0, 2, 3, 4], 1),
+        ((1, 2, 4), 3, [0, 3, 5, 6], 3),
+        ((0, 1, 2, 3, 4), 2, [0, 1, 2, 5], 2),  # the allowance is used up: groups without signal fill the places, earliest first
+    ],
+)
+def test_groups_without_signal_are_replaced_up_to_the_allowance(dull, max_refill, trained, filtered, seed):
+    numbers, ledger = takes(dict.fromkeys(dull, False), max_refill=max_refill, delays=random.Random(seed))
+    assert numbers == trained
+    assert ledger == Ledger(drawn=4 + filtered, trained=4, filtered=filtered)
 
 
 def test_a_group_with_fewer_than_two_valid_rewards_is_dropped_and_replaced(tmp_path):
