@@ -1,70 +1,49 @@
 """Supervised Ray actors: calls go to the least loaded worker, each with a deadline; the dead are replaced, their work is redone.
 
-A worker is dead when its process is gone, when its engine is (EngineError), or when a call outlasts its deadline. Its calls
-are dispatched again elsewhere, at most `MAX_ATTEMPTS` times: work that kills workers again and again is given up by name.
+A worker is dead when its process is gone, when its engine is (EngineError), when a call outlasts its deadline, or when it
+gives no heartbeat. Work that kills is given up by name, innocent work never: a call that was on board of two dead workers is
+convicted if it is the only one of which that is true; otherwise it runs on a worker of its own, whose death convicts it.
 """
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    ActorDiedError,
-    ActorUnavailableError,
-    OwnerDiedError,
-    RayError,
-    RayTaskError,
-)
+from ray.exceptions import RayError
 
 from actors.engine import EngineError
-from actors.process import log_tail, runtime_env
-from orchestrator.ports import GroupFailed
+from actors.worker import (
+    Call,
+    Role,
+    Worker,
+    WorkerError,
+    call_meanwhile,
+    explain,
+    is_death,
+    is_lost,
+    pulse,
+    spawn,
+    value,
+    where,
+    with_log,
+)
+from orchestrator.ports import DataLost, GroupFailed, Wait
 
-MAX_ATTEMPTS = 3  # dispatches of one call
-MAX_START_FAILURES = 3  # consecutive workers of a role that do not come up
+MAX_DEATHS = 2  # workers that may die with one piece of work on board before it is a suspect
+MAX_START_FAILURES = 3  # consecutive replacements that do not come up
 BACK_OFF_S = 0.5  # doubled per attempt
+HEARTBEATS = 4  # per heartbeat_timeout_s
 
-Serve = Callable[["Worker"], Awaitable[None]]
-
-
-class WorkerError(RuntimeError):
-    """A worker failed in a way that ends the run; the sentence names actor, node, process and cause."""
+Serve = Callable[[Worker], Awaitable[None]]
 
 
 class PoisonError(GroupFailed):
-    """One piece of work killed every worker it was given to."""
-
-
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One living actor and what it is doing."""
-
-    name: str
-    handle: Any
-    node: str = "?"
-    pid: int = 0
-    load: int = 0
-    dead: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """What the workers of one pool are and what they hold."""
-
-    name: str
-    kind: type  # the actor's class
-    arguments: tuple[Any, ...]  # of its constructor; the actor's name follows them
-    num_workers: int
-    num_cpus: float
-    num_gpus: float
-    threads: int
-    timeout_s: float  # deadline of one call
-    start_timeout_s: float
-    log_dir: Path
+    """One piece of work took down the workers that it was given to."""
 
 
 @dataclass(slots=True)
@@ -73,21 +52,27 @@ class PoolCounters:
 
     replaced: int = 0
     retried: int = 0
-    causes: list[str] = field(default_factory=list)
+    given_up: int = 0
+    causes: deque[str] = field(default_factory=lambda: deque(maxlen=20))  # the newest
 
 
 class Pool:
     """Workers of one role."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, report: Callable[[str], None] = lambda sentence: None) -> None:
+        """Take the role, and where to tell people what happened to its workers."""
         self.role = role
         self.counters = PoolCounters()
+        self._report = report
         self._numbers = itertools.count()
         self._workers: list[Worker] = []
+        self._waiting: list[Call] = []  # for a worker
         self._changed = asyncio.Condition()
         self._serve: Serve | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._replacing: set[asyncio.Task[None]] = set()
-        self._fatal: BaseException | None = None
+        self._fruitless = 0  # deaths since a call succeeded
+        self._fatal: WorkerError | None = None
 
     @property
     def workers(self) -> list[Worker]:
@@ -104,53 +89,67 @@ class Pool:
             WorkerError: the first worker that did not come up, with its own error.
         """
         self._serve = serve
-        spawned = [self._spawn() for _ in range(self.role.num_workers)]
+        spawned = [spawn(self.role, next(self._numbers)) for _ in range(self.role.num_workers)]
         self._workers.extend(spawned)
         await asyncio.gather(*(self._wait_ready(worker) for worker in spawned))
+        self._watching = asyncio.create_task(self._watch())
 
-    async def call(self, method: str, *args: Any, num_returns: int = 1) -> list[Any]:
+    async def call(self, method: str, *args: Any, about: str = "", num_returns: int = 1) -> list[Any]:
         """Call a method on the least loaded worker; redo it elsewhere when that worker dies.
+
+        Args:
+            method: of the actor. Where it makes heavy objects, it should return a light one after them, for the last is opened here.
+            args: its arguments, refs among them.
+            about: what the call works on, for people.
+            num_returns: objects that the method returns.
 
         Returns:
             `num_returns` object refs, owned by this process, of which the last one is known to be ready.
 
         Raises:
-            PoisonError: the call killed `MAX_ATTEMPTS` workers.
-            WorkerError: no worker can be had any more.
-            Exception: what the method itself raised.
+            PoisonError: the call took its workers down.
+            DataLost: an argument is gone with the node that held it.
+            WorkerError: no worker can be had any more, or the method raised: the worker, and its own error.
         """
-        for attempt in range(MAX_ATTEMPTS):
-            worker = await self._least_loaded()
-            worker.load += 1
-            refs = getattr(worker.handle, method).options(num_returns=num_returns).remote(*args)
-            refs = refs if isinstance(refs, list) else [refs]
+        call = Call(method, about, time.monotonic())
+        while True:
+            worker = await self._acquire(call)
             try:
-                await asyncio.wait_for(_settled(refs[-1]), self.role.timeout_s)
+                refs = getattr(worker.handle, method).options(num_returns=num_returns).remote(*args)
+                refs = refs if isinstance(refs, list) else [refs]
+                await asyncio.wait_for(value(refs[-1]), self.role.timeout_s)
+                self._fruitless = 0
                 return refs
             except (TimeoutError, RayError, EngineError) as error:
+                if is_lost(error):
+                    raise DataLost(f"{call} must find what it works on, got an object that was lost with its node") from error
+                sentence = self._explain(worker, str(call), error)
                 if not is_death(error):
-                    raise
-                cause = self._explain(worker, method, error)
-                self._bury(worker, cause)
+                    raise WorkerError(await with_log(self.role, worker, sentence)) from error
+                self._bury(worker, sentence, [call] if isinstance(error, TimeoutError) else worker.calls)
+                if call.convicted:
+                    self.counters.given_up += 1
+                    raise PoisonError(f"{call} must leave its workers alive, got {call.deaths} dead. Last: {sentence}") from error
                 self.counters.retried += 1
             finally:
-                worker.load -= 1
-                await self._notify()
-            await asyncio.sleep(BACK_OFF_S * 2**attempt)
-        raise PoisonError(f"{self.role.name}.{method} must survive, got {MAX_ATTEMPTS} dead workers in a row. Last: {cause}")
+                await self._release(worker, call)
+            await asyncio.sleep(BACK_OFF_S * 2 ** min(call.deaths, 4))
 
-    async def on(self, worker: Worker, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+    async def on(self, worker: Worker, method: str, *args: Any, about: str = "", timeout_s: float | None = None) -> Any:
         """Call a method on one given worker and return its value; a death is raised as WorkerError and the worker replaced."""
+        call = Call(method, about, time.monotonic())
+        worker.calls.append(call)
         try:
             return await asyncio.wait_for(
-                _value(getattr(worker.handle, method).remote(*args)), timeout_s or self.role.timeout_s
+                value(getattr(worker.handle, method).remote(*args)), timeout_s or self.role.timeout_s
             )
         except (TimeoutError, RayError, EngineError) as error:
-            if not is_death(error):
-                raise
-            cause = self._explain(worker, method, error)
-            self._bury(worker, cause)
-            raise WorkerError(cause) from error
+            sentence = self._explain(worker, str(call), error, timeout_s)
+            if is_death(error):
+                self._bury(worker, sentence, () if isinstance(error, TimeoutError) else worker.calls)
+            raise WorkerError(await with_log(self.role, worker, sentence)) from error
+        finally:
+            await self._release(worker, call)
 
     async def serving(self) -> None:
         """Wait until a worker serves.
@@ -158,120 +157,167 @@ class Pool:
         Raises:
             WorkerError: none can be had any more.
         """
-        await self._least_loaded()
-
-    def stop(self) -> None:
-        """Kill every worker and stop replacing."""
-        for task in self._replacing:
-            task.cancel()
-        for worker in self._workers:
-            worker.dead = True
-            ray.kill(worker.handle)
-        self._workers.clear()
-
-    def _spawn(self) -> Worker:
-        role, name = self.role, f"{self.role.name}-{next(self._numbers)}"
-        actor = ray.remote(role.kind).options(
-            num_cpus=role.num_cpus,
-            num_gpus=role.num_gpus,
-            max_restarts=0,
-            runtime_env=runtime_env(name=name, log_dir=role.log_dir, threads=role.threads),
-        )
-        return Worker(name=name, handle=actor.remote(*role.arguments, name))
-
-    async def _wait_ready(self, worker: Worker) -> None:
-        try:
-            async with asyncio.timeout(self.role.start_timeout_s):
-                context = await worker.handle.__ray_call__.remote(_where)
-                worker.node, worker.pid = context
-                await worker.handle.ready.remote()
-        except (TimeoutError, RayError) as error:
-            worker.dead = True
-            ray.kill(worker.handle)
-            raise WorkerError(self._explain(worker, "start", error)) from error
-
-    async def _least_loaded(self) -> Worker:
         async with self._changed:
             while not self.workers:
                 if self._fatal is not None:
                     raise self._fatal
                 await self._changed.wait()
-            return min(self.workers, key=lambda w: w.load)
 
-    def _bury(self, worker: Worker, cause: str) -> None:
+    def status(self) -> dict[str, Any]:
+        """Say who serves, and what supervision had to do."""
+        counters = self.counters
+        return {
+            "workers": [
+                {"name": w.name, "node": w.node, "pid": w.pid, "calls": [str(call) for call in w.calls]} for w in self.workers
+            ],
+            "replacing": len(self._replacing),
+            "replaced": counters.replaced,
+            "retried": counters.retried,
+            "given_up": counters.given_up,
+            "causes": list(counters.causes),
+        }
+
+    def waits(self) -> list[Wait]:
+        """Say what is waited for: workers to finish their calls, and calls for a worker."""
+        now, limit = time.monotonic(), self.role.timeout_s
+        given = [(f"{worker} to finish {call}", call) for worker in self.workers for call in worker.calls]
+        queued = [(f"a {self.role.name} worker with room for {call}", call) for call in self._waiting]
+        return [Wait(what=what, since_s=round(now - call.since, 1), deadline_s=limit) for what, call in given + queued]
+
+    def stop(self) -> None:
+        """Kill every worker and stop replacing."""
+        for task in (self._watching, *self._replacing):
+            if task is not None:
+                task.cancel()
+        self._kill_all()
+
+    async def _wait_ready(self, worker: Worker) -> None:
+        try:
+            async with asyncio.timeout(self.role.start_timeout_s):
+                worker.node, worker.node_id, worker.pid = await worker.handle.__ray_call__.remote(where)
+                await worker.handle.ready.remote()
+        except (TimeoutError, RayError) as error:
+            worker.dead = True
+            ray.kill(worker.handle)
+            sentence = self._explain(worker, "start", error, self.role.start_timeout_s)
+            raise WorkerError(await with_log(self.role, worker, sentence)) from error
+
+    async def _acquire(self, call: Call) -> Worker:
+        """Wait for a worker with room; a suspect waits until it has one for itself."""
+        call.since = time.monotonic()
+        self._waiting.append(call)
+        try:
+            async with self._changed:
+                while True:
+                    worker = self._roomiest(call)
+                    if worker is not None and not (call.suspect and worker.calls):
+                        call.since = time.monotonic()
+                        worker.calls.append(call)
+                        return worker
+                    if self._fatal is not None and not self.workers:
+                        raise self._fatal
+                    await self._changed.wait()
+        finally:
+            self._waiting.remove(call)
+            for worker in self._workers:
+                if worker.reserved is call and call not in worker.calls:  # cancelled
+                    worker.reserved = None
+
+    def _roomiest(self, call: Call) -> Worker | None:
+        limit = None if call.suspect else self.role.max_calls
+        free = [w for w in self.workers if w.reserved is None and (limit is None or len(w.calls) < limit)]
+        mine = [w for w in self.workers if w.reserved is call]
+        worker = min(mine or free, key=lambda w: len(w.calls), default=None)
+        if worker is not None and call.suspect:
+            worker.reserved = call
+        return worker
+
+    async def _release(self, worker: Worker, call: Call) -> None:
+        worker.calls.remove(call)
+        if worker.reserved is call:
+            worker.reserved = None
+        await self._notify()
+
+    def _bury(self, worker: Worker, sentence: str, on_board: Collection[Call]) -> None:
+        """Kill a worker, judge what was on board, and replace it. Only the first to notice a death is heard."""
         if worker.dead:
             return
         worker.dead = True
-        self.counters.causes.append(cause)
         ray.kill(worker.handle)
+        if worker not in self._workers:  # a replacement that never served: whoever started it tries again
+            return
         self._workers.remove(worker)
-        task = asyncio.create_task(self._replace())
-        self._replacing.add(task)
-        task.add_done_callback(self._replacing.discard)
+        for call in on_board:
+            call.deaths += 1
+            call.suspect = call.deaths >= MAX_DEATHS
+        suspects = [call for call in on_board if call.suspect]
+        if len(suspects) == 1:
+            suspects[0].convicted = True
+        self.counters.causes.append(sentence)
+        self._fruitless += 1
+        if self._fruitless > 2 * self.role.num_workers + MAX_DEATHS:
+            self._give_up(f"{self.role.name} workers must finish something, got {self._fruitless} deaths in a row. Last: {sentence}")
+        else:
+            task = asyncio.create_task(self._replace(worker, sentence))
+            self._replacing.add(task)
+            task.add_done_callback(self._replacing.discard)
 
-    async def _replace(self) -> None:
+    async def _replace(self, dead: Worker, sentence: str) -> None:
+        self._report(f"{await with_log(self.role, dead, sentence)}\nIt is replaced and its work redone.")
+        last = ""
         for attempt in range(MAX_START_FAILURES):
-            worker = self._spawn()
+            worker = spawn(self.role, next(self._numbers))
             try:
                 await self._wait_ready(worker)
                 if self._serve is not None:
                     await self._serve(worker)
-            except WorkerError as error:
-                last = error
+            except RuntimeError as error:  # of the worker, or of the learner whose weights it loads
+                last = str(error)
+                worker.dead = True
+                ray.kill(worker.handle)
                 await asyncio.sleep(BACK_OFF_S * 2**attempt)
                 continue
             self._workers.append(worker)
             self.counters.replaced += 1
             await self._notify()
             return
-        self._fatal = WorkerError(f"{self.role.name} workers must start, got {MAX_START_FAILURES} failures. Last: {last}")
-        await self._notify()
+        sentence = f"A {self.role.name} worker must be replaced, got {MAX_START_FAILURES} failures. Last: {last}"
+        if self.workers:
+            self._report(f"{sentence}\nThe run goes on with {len(self.workers)} of {self.role.num_workers}.")
+        else:
+            self._give_up(sentence)
+            await self._notify()
+
+    def _give_up(self, sentence: str) -> None:
+        """Let everyone who needs a worker hear that there is none any more."""
+        self._fatal = WorkerError(sentence)
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        for worker in self._workers:
+            worker.dead = True
+            ray.kill(worker.handle)
+        self._workers.clear()
+
+    async def _watch(self) -> None:
+        """Ask every worker for a sign of life, for ever."""
+        while True:
+            await asyncio.sleep(self.role.heartbeat_timeout_s / HEARTBEATS)
+            await asyncio.gather(*(self._listen(worker) for worker in self.workers))
+
+    async def _listen(self, worker: Worker) -> None:
+        limit = self.role.heartbeat_timeout_s
+        try:
+            stalled_s = await asyncio.wait_for(value(call_meanwhile(worker, pulse)), limit)
+            if stalled_s > limit:
+                raise EngineError(f"EngineError: no progress for {stalled_s:.0f} s in a process that lives")
+        except (TimeoutError, RayError, EngineError) as error:
+            self._bury(worker, self._explain(worker, "its heartbeat", error, limit), worker.calls)
+            await self._notify()
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
-    def _explain(self, worker: Worker, method: str, error: BaseException) -> str:
-        deadline = self.role.start_timeout_s if method == "start" else self.role.timeout_s
-        if isinstance(error, TimeoutError):
-            cause = f"no answer within {deadline:g} s"
-            if worker.pid == 0:
-                cause += f" (Ray has not placed it; it asks for {self.role.num_cpus:g} CPU, {self.role.num_gpus:g} GPU)"
-        else:
-            cause = last_line(error)
-        tail = log_tail(worker.name, self.role.log_dir)
-        where = f"{worker.name} (node {worker.node}, pid {worker.pid})"
-        log = f"\nLast lines of {self.role.log_dir / (worker.name + '.log')}:\n{tail}" if tail else ""
-        return f"{where} must answer {method}, got: {cause}.{log}"
-
-
-def is_death(error: BaseException) -> bool:
-    """Whether an error means that the worker is gone, rather than that the call was wrong."""
-    if isinstance(error, RayTaskError):
-        return isinstance(error.cause, EngineError)
-    return isinstance(
-        error, TimeoutError | ActorDiedError | ActorUnavailableError | OwnerDiedError | EngineError | RayError
-    )
-
-
-def last_line(error: BaseException) -> str:
-    """Find the sentence that says what went wrong at the end of a worker's traceback."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line or "Exception" in line]
-    return (errors or lines or [type(error).__name__])[-1].rstrip(".")
-
-
-def _where(_actor: Any) -> tuple[str, int]:
-    import os
-
-    return ray.util.get_node_ip_address(), os.getpid()
-
-
-async def _settled(ref: Any) -> None:
-    await ref
-
-
-async def _value(ref: Any) -> Any:
-    return await ref
-
-
+    def _explain(self, worker: Worker, what: str, error: BaseException, timeout_s: float | None = None) -> str:
+        return explain(self.role, worker, what, error, timeout_s or self.role.timeout_s)

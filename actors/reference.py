@@ -34,13 +34,14 @@ class ReferenceWorker:
         """Return the worker's name once its model is loaded."""
         return self._name
 
-    def logprobs(self, group: Group) -> tuple[np.ndarray, ...]:
-        """Score the K responses of a group: K float32 arrays (T,), temperature applied."""
+    def logprobs(self, group: Group) -> tuple[tuple[np.ndarray, ...], int]:
+        """Score the K responses of a group: K float32 arrays (T,), temperature applied, and how many tokens that were."""
         from learner.logprobs import score_groups
 
-        return score_groups(
+        scored = score_groups(
             self._model,
             [group],
             max_tokens_per_micro_batch=self._learner.max_tokens_per_micro_batch,
             shared_prompt=self._learner.shared_prompt,
         )[0]
+        return scored, sum(len(logprobs) for logprobs in scored)

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
-from actors.pool import PoisonError, Pool, Worker, WorkerError
+from actors.pool import PoisonError, Pool
+from actors.worker import Worker, WorkerError
 from orchestrator.ports import Publication
 from orchestrator.types import (
     Draw,
@@ -16,6 +17,11 @@ from orchestrator.types import (
 )
 
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}  # nats; a random probe's greatest difference between engine and learner
+
+
+def describe(draw: Draw) -> str:
+    """Name a draw for people."""
+    return f"draw {draw.number} ({draw.prompt.id})"
 
 
 class RolloutPool:
@@ -34,7 +40,7 @@ class RolloutPool:
 
     async def generate(self, draw: Draw, sampling: Sampling) -> tuple[Ref, GroupFacts]:
         """Sample one group on the least loaded engine."""
-        group_ref, facts_ref = await self._pool.call("generate", draw, sampling, num_returns=2)
+        group_ref, facts_ref = await self._pool.call("generate", draw, sampling, about=describe(draw), num_returns=2)
         return group_ref, await facts_ref
 
     async def load(self, publication: Publication) -> Sequence[EngineReport]:
@@ -98,9 +104,10 @@ class ReferencePool:
         """Start the workers."""
         await self._pool.start()
 
-    async def logprobs(self, group_ref: Ref) -> Ref:
+    async def logprobs(self, draw: Draw, group_ref: Ref) -> Ref:
         """Score a group on the least loaded worker; the ref leads to its K arrays."""
-        return (await self._pool.call("logprobs", group_ref))[0]
+        arrays_ref, _ = await self._pool.call("logprobs", group_ref, about=describe(draw), num_returns=2)
+        return arrays_ref
 
 
 class RewardPool:
@@ -113,10 +120,10 @@ class RewardPool:
         """Start the workers."""
         await self._pool.start()
 
-    async def score(self, group_ref: Ref, num_samples: int) -> tuple[Reward, ...]:
+    async def score(self, draw: Draw, group_ref: Ref, num_samples: int) -> tuple[Reward, ...]:
         """Score a group; a function that takes its process down or never returns makes the group's rewards invalid."""
         try:
-            (ref,) = await self._pool.call("score", group_ref)
+            (ref,) = await self._pool.call("score", group_ref, about=describe(draw))
             return await ref
         except PoisonError as error:
             return tuple(

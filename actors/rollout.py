@@ -54,6 +54,10 @@ class RolloutWorker:
         """Return the worker's name once its engine stands."""
         return self._name
 
+    def stalled_s(self) -> float:
+        """Return for how long the engine has been busy with one command or step, in seconds."""
+        return self._loop.stalled_s()
+
     async def generate(self, draw: Draw, sampling: Sampling) -> tuple[Group, GroupFacts]:
         """Sample one group."""
         started, version = time.monotonic(), self._version.steps
@@ -125,7 +129,13 @@ class EngineThread:
         self._waiting: dict[str, Future[FinishedSample]] = {}
         self._loading = False
         self._broken: BaseException | None = None
+        self._busy_since: float | None = None  # monotonic seconds: start of the command or step at work
         threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    def stalled_s(self) -> float:
+        """Return for how long it has been busy with one command or step, in seconds."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def sample(self, requests: Sequence[SampleRequest]) -> list["Future[FinishedSample]"]:
         """Queue samples; each future ends with its finished sample."""
@@ -195,10 +205,14 @@ class EngineThread:
         idle = self._loading or not self._engine.busy()
         try:
             while True:
-                self._commands.get(block=idle)()
+                self._busy_since = None
+                command = self._commands.get(block=idle)
+                self._busy_since = time.monotonic()
+                command()
                 idle = self._loading or not self._engine.busy()
         except queue.Empty:
             pass
+        self._busy_since = time.monotonic()
         for sample in self._engine.step():
             self._waiting.pop(sample.key).set_result(sample)
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from configs.schema import DEEPSPEED_OWNED_KEYS, AlgorithmConfig, Config
+from configs.schema import DEEPSPEED_OWNED_KEYS, FAULTS, AlgorithmConfig, Config
 
 # estimator -> (scale_rewards, kl_in_reward, KL form in the loss); source: the seeds and docs/algorithms.md
 ESTIMATOR_DEFAULTS = {
@@ -83,6 +83,7 @@ def check_rules(config: Config) -> None:
     _check_algorithm(config)
     _check_learner(config)
     _check_rollout(config)
+    _check_chaos(config)
 
 
 def _get(config: Config, key: str) -> Any:
@@ -112,6 +113,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
     *((key, *_above(0), "Give a positive number.") for key in (
         "rollout.temperature", "learner.lr", "rollout.timeout_s", "reference.timeout_s", "reward.timeout_s", "learner.timeout_s",
         "cluster.start_timeout_s", "algorithm.reward_clip", "algorithm.correction_max", "algorithm.kl_target",
+        "cluster.heartbeat_timeout_s",
     )),
     *((key, *_at_least(0), "Give 0 to turn it off.") for key in (
         "algorithm.beta", "algorithm.clip_low", "algorithm.clip_high", "algorithm.entropy_coef", "algorithm.overlong_buffer_tokens",
@@ -232,6 +234,18 @@ def _holds(tree: Any, key: str) -> bool:
             return False
         tree = tree[part]
     return True
+
+
+def _check_chaos(config: Config) -> None:
+    for item in config.debug.chaos:
+        fault, at, step = item.partition("@")
+        if fault not in FAULTS or not at or not step.isdigit() or not 1 <= int(step) <= config.train.num_steps:
+            raise ConfigError(
+                f"debug.chaos must hold fault@step with a step from 1 to train.num_steps ({config.train.num_steps}), got {item}. "
+                f"The faults are {', '.join(FAULTS)}."
+            )
+        if fault.endswith("reference") and (config.algorithm.beta == 0 or config.learner.lora.rank > 0):
+            raise ConfigError(f"debug.chaos must strike a role that runs, got {item} without a reference worker. Remove it.")
 
 
 def _check_rollout(config: Config) -> None:

@@ -29,6 +29,19 @@ DEEPSPEED_OWNED_KEYS = (
 )
 
 
+# what debug.chaos can do to a worker at work: kill -9, stop without dying, answer late, miss a part of a weight sync
+FAULTS = (
+    "kill_rollout",
+    "kill_reward",
+    "kill_reference",
+    "hang_rollout",
+    "hang_reward",
+    "hang_reference",
+    "slow_reward",
+    "drop_sync",
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     path: str = MISSING  # Hugging Face folder or hub name of the policy; also the frozen reference
@@ -191,6 +204,12 @@ class ClusterConfig:
     address: str = "local"  # local: a private Ray; auto: the running one; HOST:PORT
     num_cpus: int | None = None  # CPUs of a private Ray; None: all
     start_timeout_s: float = 600.0  # until every worker is ready
+    heartbeat_timeout_s: float = 120.0  # a worker that gives no sign of life, or makes no progress, for so long is replaced
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DebugConfig:
+    chaos: list[str] = field(default_factory=list)  # faults on purpose, each `fault@step`: FAULTS lists them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,3 +225,4 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)

@@ -7,15 +7,17 @@ collective for it. Whoever catches that closes the group: ranks are not rebuilt 
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from configs.schema import Config
 from learner.errors import LESS_MEMORY, LearnerError
+from orchestrator.ports import GroupsLost, Wait
 from orchestrator.types import Published, Ref, ScoredGroup, StepMetrics, WeightBucket
 
 if TYPE_CHECKING:  # it imports torch, transformers and deepspeed, which the driver does without
@@ -41,7 +43,7 @@ class Rank:
         from learner.worker import LearnerWorker
 
         timeout_s = config.learner.timeout_s
-        self._worker = LearnerWorker(config, rank, lambda refs: ray.get(list(refs), timeout=timeout_s))
+        self._worker = LearnerWorker(config, rank, lambda refs: fetch(refs, timeout_s))
 
     def listen(self) -> tuple[str, int]:
         """Open the port at which the ranks meet (rank 0)."""
@@ -51,9 +53,12 @@ class Rank:
         """Meet the other ranks and load the model."""
         return self._worker.start(host, port)
 
-    def step(self, receipts: Sequence[ScoredGroup]) -> StepMetrics:
-        """Train on P groups."""
-        return self._worker.step(receipts)
+    def step(self, receipts: Sequence[ScoredGroup]) -> StepMetrics | frozenset[int]:
+        """Train on P groups; returns the draws of lost groups instead, the same on every rank, where some cannot be fetched."""
+        try:
+            return self._worker.step(receipts)
+        except GroupsLost as error:
+            return error.draws
 
     def publish(self, steps: int) -> Iterator[WeightBucket | Published]:
         """Yield the buckets, then the Published (rank 0)."""
@@ -136,6 +141,7 @@ class LearnerGroup:
         self._config = config
         self._names = [f"learner-{rank}" for rank in range(learner.num_ranks)]
         self._ready: dict[int, Ready] = {}
+        self._waits: list[tuple[int, str, float, float]] = []  # rank, doing, monotonic start, deadline in seconds
         actor = ray.remote(Rank)
         self._actors = [
             actor.options(
@@ -161,9 +167,15 @@ class LearnerGroup:
         return [self._ready[rank] for rank in sorted(self._ready)]
 
     async def step(self, groups: Sequence[ScoredGroup]) -> StepMetrics:
-        """Train on P groups; returns metrics over all ranks."""
+        """Train on P groups; returns metrics over all ranks.
+
+        Raises:
+            GroupsLost: some went with their node; nothing was learned.
+        """
         receipts = ray.put(list(groups))  # once, however many ranks
         found = await self.gather("step", {r: a.step.remote(receipts) for r, a in enumerate(self._actors)})
+        if isinstance(found[0], frozenset):
+            raise GroupsLost(found[0])
         return found[0]
 
     def publish(self, steps: int) -> Publication:
@@ -191,6 +203,18 @@ class LearnerGroup:
         for actor in self._actors:
             ray.kill(actor)  # pyright: ignore (an actor handle, whatever the stub calls it)
 
+    def status(self) -> dict[str, Any]:
+        """Say who learns."""
+        return {"ranks": [{"rank": r.rank, "node": r.node, "pid": r.pid} for r in self._ready.values()]}
+
+    def waits(self) -> list[Wait]:
+        """Say which ranks are waited for."""
+        now = time.monotonic()
+        return [
+            Wait(what=f"{self._who(rank)} to finish its {doing}", since_s=round(now - since, 1), deadline_s=timeout_s)
+            for rank, doing, since, timeout_s in self._waits
+        ]
+
     async def gather(self, doing: str, refs: Mapping[int, Ref], timeout_s: float | None = None) -> dict[int, Any]:
         """Wait for every rank, or for the first failure and the reason behind it."""
         tasks = {rank: asyncio.ensure_future(self.within(rank, doing, ref, timeout_s)) for rank, ref in refs.items()}
@@ -213,6 +237,8 @@ class LearnerGroup:
         """Wait for one rank, with a deadline and a diagnosis."""
         timeout_s = self._config.learner.timeout_s if timeout_s is None else timeout_s
         assert waited_for is not None
+        wait = (rank, doing, time.monotonic(), timeout_s)
+        self._waits.append(wait)
         try:
             return await asyncio.wait_for(_plain(waited_for), timeout_s)
         except TimeoutError:
@@ -233,11 +259,23 @@ class LearnerGroup:
             raise LearnerError(
                 f"{self._who(rank)} must finish its {doing}, got {type(error).__name__}: {error}"
             ) from error
+        finally:
+            self._waits.remove(wait)
 
     def _who(self, rank: int) -> str:
         ready = self._ready.get(rank)
         place = f" (node {ready.node}, pid {ready.pid})" if ready else ""
         return f"Learner rank {rank}{place}"
+
+
+def fetch(refs: Sequence[Ref], timeout_s: float) -> list[Any]:
+    """Get objects from the store; None in the place of one that went with its node."""
+    try:
+        return ray.get(list(refs), timeout=timeout_s)
+    except ObjectLostError:
+        if len(refs) == 1:
+            return [None]
+        return [found for ref in refs for found in fetch([ref], timeout_s)]
 
 
 async def _plain(waited_for: Awaitable[Any]) -> Any:

@@ -32,9 +32,10 @@ from learner.ranks import max_over_ranks, sum_over_ranks
 from learner.scalars import Scalars, read_receipts, std_of
 from learner.tally import Tally
 from learner.watch import Watch
+from orchestrator.ports import GroupsLost
 from orchestrator.types import Group, ScoredGroup, StepMetrics
 
-Fetch = Callable[[Sequence[Any]], list[Any]]
+Fetch = Callable[[Sequence[Any]], list[Any]]  # objects from the store, given their refs; None for one that is lost
 Arrays = dict[SampleKey, np.ndarray]  # per sample, (T,)
 
 
@@ -81,12 +82,13 @@ class Updater:
 
         Args:
             receipts: of the step, the same on every rank.
-            fetch: gets objects from the store, given their refs.
+            fetch: gets objects from the store, given their refs; None for one that is lost.
 
         Returns:
             Metrics over all ranks, the same on every rank.
 
         Raises:
+            GroupsLost: on every rank, where any rank cannot fetch; nothing has changed.
             LearnerError: too many non-finite updates in a row.
         """
         step = self._open(receipts, fetch)
@@ -121,6 +123,7 @@ class Updater:
             groups = dict(zip(own, fetch([receipts[g].group_ref for g in own]), strict=True))
             referred = [g for g in own if receipts[g].reference_refs]
             found = fetch([receipts[g].reference_refs[0] for g in referred])
+            self._agree_on_lost(receipts, [*zip(own, groups.values(), strict=True), *zip(referred, found, strict=True)])
         reference = {(g, k): array for g, arrays in zip(referred, found, strict=True) for k, array in enumerate(arrays)}
         return Step(
             scalars=scalars,
@@ -133,6 +136,14 @@ class Updater:
             tally=tally,
             reference=reference,
         )
+
+    def _agree_on_lost(self, receipts: Sequence[ScoredGroup], fetched: Sequence[tuple[int, Any]]) -> None:
+        """Raise on every rank where one of them lacks a group, before a collective of the step can wait for it."""
+        lost_P = torch.zeros(len(receipts), dtype=torch.float64)
+        lost_P[[g for g, found in fetched if found is None]] = 1.0
+        lost = sum_over_ranks(lost_P, self._device).nonzero().flatten().tolist()
+        if lost:
+            raise GroupsLost([receipts[g].draw.number for g in lost])
 
     def _live(self, scalars: Scalars, advantages_PK: Tensor) -> Tensor:
         """Say which samples have a gradient."""

@@ -1,6 +1,7 @@
 """Composition root: Config -> parts. The one file that knows the concrete classes of the other rooms."""
 
 import asyncio
+import functools
 import signal
 import subprocess
 import sys
@@ -14,11 +15,13 @@ from ray.exceptions import RayError, RayTaskError
 from rich.console import Console
 
 from actors import process
-from actors.pool import Pool, Role, last_line
+from actors.chaos import Chaos
+from actors.pool import Pool
 from actors.reference import ReferenceWorker
 from actors.rewards import BUILT_IN, RewardWorker
 from actors.roles import ReferencePool, RewardPool, RolloutPool
 from actors.rollout import RolloutWorker
+from actors.worker import Role, last_line
 from configs.load import flat, to_yaml
 from configs.rules import ConfigError
 from configs.schema import Config, RewardConfig
@@ -29,6 +32,7 @@ from orchestrator.evaluate import Evaluator
 from orchestrator.feed import Feed, Scoring
 from orchestrator.metrics import RunLog
 from orchestrator.prompts import PromptStream, fingerprint, read_prompts
+from orchestrator.status import Status
 from orchestrator.train import Parts, train
 from orchestrator.types import Group, Prompt, Ref, Sampling, ScoredGroup
 
@@ -88,7 +92,8 @@ async def run(config: Config, console: Console) -> None:
 async def _start(config: Config, data: Data, folder: Path, console: Console, stack: AsyncExitStack) -> Parts:
     """Make every part, start those with workers together, and leave their end to the stack."""
     log_dir = folder / "logs"
-    pools = {role.name: Pool(role) for role in _roles(config, log_dir)}
+    report = functools.partial(console.print, highlight=False, markup=False)
+    pools = {role.name: Pool(role, report) for role in _roles(config, log_dir)}
     for pool in pools.values():
         stack.callback(pool.stop)
     rollout = RolloutPool(pools["rollout"], dtype=config.model.dtype, load_timeout_s=config.rollout.timeout_s)
@@ -98,9 +103,6 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
         config, runtime_env=lambda name: process.runtime_env(name=name, log_dir=log_dir, threads=config.learner.threads)
     )
     stack.callback(learner.close)
-    async with asyncio.TaskGroup() as starting:
-        for part in (learner, rollout, rewarder, *([reference] if reference else [])):
-            starting.create_task(part.start())
     feed = Feed(
         PromptStream(data.train, shuffle=config.data.shuffle, seed=config.data.seed),
         Scoring(rollout, rewarder, reference, _sampling(config)),
@@ -110,6 +112,13 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
         max_refill=config.train.max_refill,
         has_signal=_has_signal,
     )
+    status = Status(folder, {**pools, "learner": learner, "feed": feed}, report)
+    stack.push(lambda kind, error, trace: status.end(f"failed: {first_cause(error)}" if error else "done"))
+    keeping = asyncio.create_task(status.keep())
+    stack.callback(keeping.cancel)
+    async with asyncio.TaskGroup() as starting:
+        for part in (learner, rollout, rewarder, *([reference] if reference else [])):
+            starting.create_task(part.start())
     stack.push_async_callback(feed.close)
     log = _run_log(config, folder, console)
     stack.callback(log.close)
@@ -121,6 +130,8 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
             rollout, rewarder, data.held_out, temperatures=_eval_temperatures(config), seed=config.train.seed
         ),
         log=log,
+        status=status,
+        chaos=Chaos(config.debug.chaos, pools, report),
         checkpoints=Checkpoints(
             folder,
             config=flat(config),
@@ -133,15 +144,18 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
 
 def _roles(config: Config, log_dir: Path) -> list[Role]:
     rollout, reward, reference = config.rollout, config.reward, config.reference
-    started = {"start_timeout_s": config.cluster.start_timeout_s, "log_dir": log_dir}
+    cluster = config.cluster
+    started = {
+        "start_timeout_s": cluster.start_timeout_s, "heartbeat_timeout_s": cluster.heartbeat_timeout_s, "log_dir": log_dir,
+    }  # fmt: skip
     roles = [
         Role(
             name="rollout", kind=RolloutWorker, arguments=(config,), num_workers=rollout.num_workers, num_cpus=rollout.num_cpus,
-            num_gpus=rollout.num_gpus, threads=rollout.threads, timeout_s=rollout.timeout_s, **started,
+            num_gpus=rollout.num_gpus, threads=rollout.threads, max_calls=None, timeout_s=rollout.timeout_s, **started,
         ),
         Role(
             name="reward", kind=RewardWorker, arguments=(reward,), num_workers=reward.num_workers, num_cpus=reward.num_cpus,
-            num_gpus=0.0, threads=1, timeout_s=reward.timeout_s, **started,
+            num_gpus=0.0, threads=1, max_calls=1, timeout_s=reward.timeout_s, **started,
         ),
     ]  # fmt: skip
     if needs_reference(config):
@@ -149,7 +163,7 @@ def _roles(config: Config, log_dir: Path) -> list[Role]:
             Role(
                 name="reference", kind=ReferenceWorker, arguments=(config,), num_workers=reference.num_workers,
                 num_cpus=reference.num_cpus, num_gpus=reference.num_gpus, threads=reference.threads,
-                timeout_s=reference.timeout_s, **started,
+                max_calls=1, timeout_s=reference.timeout_s, **started,
             )
         )  # fmt: skip
     return roles

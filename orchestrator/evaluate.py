@@ -33,7 +33,7 @@ class Evaluator:
 
     async def _one(self, draw: Draw, sampling: Sampling) -> tuple[GroupFacts, Reward]:
         group_ref, facts = await self._rollout.generate(draw, sampling)
-        (reward,) = await self._rewarder.score(group_ref, 1)
+        (reward,) = await self._rewarder.score(draw, group_ref, 1)
         return facts, reward
 
 

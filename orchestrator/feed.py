@@ -10,13 +10,14 @@ the draws before it alone, so this too is independent of timing at staleness 0.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import asdict, dataclass
 
-from orchestrator.ports import GroupFailed, Reference, Rewarder, Rollout
+from orchestrator.ports import DataLost, GroupFailed, Reference, Rewarder, Rollout, Wait
 from orchestrator.prompts import PromptStream
 from orchestrator.types import Draw, Sampling, ScoredGroup
 
+MAX_LOSSES = 3  # times that a group may be lost with a node before it is given up
 MIN_VALID = 2  # rewards without which a group has no baseline
 
 
@@ -62,14 +63,26 @@ class Scoring:
         self._rollout, self._rewarder, self._reference, self._sampling = rollout, rewarder, reference, sampling
 
     async def __call__(self, draw: Draw) -> ScoredGroup:
-        """Generate and score one group."""
+        """Generate and score one group; again from the start where it is lost with a node meanwhile.
+
+        Raises:
+            GroupFailed: it cannot be had.
+        """
+        for _ in range(MAX_LOSSES):
+            try:
+                return await self._attempt(draw)
+            except DataLost as error:
+                cause = error
+        raise GroupFailed(f"draw {draw.number} must reach its scores, got lost {MAX_LOSSES} times. Last: {cause}")
+
+    async def _attempt(self, draw: Draw) -> ScoredGroup:
         group_ref, facts = await self._rollout.generate(draw, self._sampling)
-        rewards = self._rewarder.score(group_ref, self._sampling.num_samples)
+        rewards = self._rewarder.score(draw, group_ref, self._sampling.num_samples)
         if self._reference is None:
             return ScoredGroup(
                 draw=draw, facts=facts, group_ref=group_ref, reference_refs=(), rewards=await rewards
             )
-        scored, reference_ref = await asyncio.gather(rewards, self._reference.logprobs(group_ref))
+        scored, reference_ref = await asyncio.gather(rewards, self._reference.logprobs(draw, group_ref))
         return ScoredGroup(
             draw=draw, facts=facts, group_ref=group_ref, reference_refs=(reference_ref,), rewards=scored
         )
@@ -78,7 +91,7 @@ class Scoring:
 @dataclass(slots=True, eq=False)
 class _Flight:
     started_version: int
-    task: "asyncio.Task[ScoredGroup]"
+    task: "asyncio.Future[ScoredGroup]"
     prompt: str  # its id
     started: float  # monotonic seconds
     dull: bool = False  # it teaches nothing: all its rewards are equal
@@ -187,6 +200,17 @@ class Feed:
         self.ledger.trained += len(groups)
         self.ledger.check(self.in_flight)
 
+    def redo(self, groups: list[ScoredGroup], lost: Collection[int]) -> None:
+        """Take groups back that were handed out and not trained; the lost ones are drawn again under the present weights."""
+        for group in groups:
+            number = group.draw.number
+            self._taken.remove(number)
+            if number in lost:
+                self._launch(group.draw)
+            else:
+                self._flights[number] = _Flight(group.facts.started_version, _finished(group), group.draw.prompt.id, time.monotonic())
+        self.ledger.check(self.in_flight)
+
     def metrics(self) -> dict[str, float]:
         """Report the ledger."""
         ledger = self.ledger
@@ -214,13 +238,19 @@ class Feed:
         ]
         return {"ledger": asdict(self.ledger), "version": self._version, "in_flight": flights}
 
+    def waits(self) -> list[Wait]:
+        """Say nothing: whatever a group waits for has its owner in a pool."""
+        return []
+
     def _start(self) -> None:
         if self._redraw:
             number = self._redraw.pop(0)
         else:
             number, self._next = self._next, self._next + 1
-        draw = self._stream.draw(number)
         self.ledger.drawn += 1
+        self._launch(self._stream.draw(number))
+
+    def _launch(self, draw: Draw) -> None:
         task = asyncio.create_task(self._score(draw))
         self._flights[draw.number] = _Flight(self._version, task, draw.prompt.id, time.monotonic())
 
@@ -261,3 +291,9 @@ class Feed:
     def _hand_out(self, number: int) -> ScoredGroup:
         self._taken.add(number)
         return self._flights.pop(number).task.result()
+
+
+def _finished(group: ScoredGroup) -> "asyncio.Future[ScoredGroup]":
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(group)
+    return future

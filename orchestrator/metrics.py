@@ -43,16 +43,20 @@ class ScalarWriter(Protocol):
 class Clock:
     """Seconds of one step and of its parts."""
 
-    def __init__(self) -> None:
-        self._start = time.monotonic()
+    def __init__(self, enter: Callable[[str], None]) -> None:
+        """Start; `enter` hears of every part that begins."""
+        self._start, self._enter = time.monotonic(), enter
         self._parts: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        """Time one part."""
+        """Time one part; again where it is done twice."""
+        self._enter(part)
         start = time.monotonic()
-        yield
-        self._parts[part] = time.monotonic() - start
+        try:
+            yield
+        finally:
+            self._parts[part] = self._parts.get(part, 0.0) + time.monotonic() - start
 
     def metrics(self) -> dict[str, float]:
         """Report the parts, the whole step, and what lies outside of the parts."""

@@ -98,7 +98,7 @@ class FakeRewarder:
     def __init__(self, invalid=lambda draw, index: False) -> None:
         self.invalid = invalid
 
-    async def score(self, group: Group, num_samples: int) -> tuple[Reward, ...]:
+    async def score(self, draw: Draw, group: Group, num_samples: int) -> tuple[Reward, ...]:
         answer, number = str(group.draw.prompt.columns["answer"]), group.draw.number
         return tuple(
             Reward(value=float("nan"), cause="error", parts={}, detail="the judge is out")

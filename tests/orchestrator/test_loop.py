@@ -1,6 +1,7 @@
 """The real loop over fakes: it learns, obeys the staleness bound, keeps its ledger, and lets no fault pass in silence."""
 
 import asyncio
+import contextlib
 import json
 import random
 from pathlib import Path
@@ -14,7 +15,9 @@ from orchestrator.checkpoint import Checkpoints
 from orchestrator.evaluate import Evaluator
 from orchestrator.feed import Feed, FeedError, Ledger, Scoring
 from orchestrator.metrics import RunLog
+from orchestrator.ports import DataLost, GroupsLost, Wait
 from orchestrator.prompts import PromptStream
+from orchestrator.status import Status
 from orchestrator.train import Parts, train
 from orchestrator.types import Draw, Reward, Sampling, ScoredGroup
 from tests.orchestrator.fakes import FakeLearner, FakeRewarder, FakeRollout, prompts
@@ -65,7 +68,14 @@ async def run(config: Config, folder: Path, *, rollout=None, rewarder=None, lear
         folder, config=flat(config), data="rows", every=config.checkpoint.every, keep_last=config.checkpoint.keep_last
     )
     parts = Parts(
-        rollout=rollout, learner=learner, feed=feed, evaluator=evaluator, log=log, checkpoints=checkpoints
+        rollout=rollout,
+        learner=learner,
+        feed=feed,
+        evaluator=evaluator,
+        log=log,
+        status=Status(folder, {"feed": feed}, report=lambda sentence: None),
+        checkpoints=checkpoints,
+        chaos=lambda step: None,
     )
     try:
         async with asyncio.timeout(60):
@@ -246,10 +256,10 @@ def test_a_crash_of_the_learner_or_reward_propagates(tmp_path):
             raise RuntimeError("learner broke")
 
     class Rewarder(FakeRewarder):
-        async def score(self, group, num_samples):
+        async def score(self, draw, group, num_samples):
             if group.draw.number == 3 and num_samples > 1:
                 raise RuntimeError("reward broke")
-            return await super().score(group, num_samples)
+            return await super().score(draw, group, num_samples)
 
     config = make(tmp_path)
     with pytest.raises(RuntimeError, match="learner broke"):
@@ -278,3 +288,80 @@ def test_time_parts_add_up(tmp_path):
         if "time/step_s" in row:
             parts = row["time/rollout_s"] + row["time/learner_s"] + row["time/weight_sync_s"] + row["time/other_s"]
             assert parts == pytest.approx(row["time/step_s"])
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_groups_lost_before_they_are_trained_are_drawn_again(tmp_path, max_staleness):
+    class Learner(FakeLearner):
+        losses = 0
+
+        async def step(self, groups):
+            if self.steps == 2 and self.losses < 2:  # twice in one step
+                self.losses += 1
+                raise GroupsLost([groups[self.losses].draw.number])
+            return await super().step(groups)
+
+    config = make(tmp_path, "train.num_steps=5", f"train.max_staleness={max_staleness}", "algorithm.correction=none")
+    learner, rollout = Learner(config.algorithm), FakeRollout()
+    parts, _ = asyncio.run(run(config, tmp_path, learner=learner, rollout=rollout))
+    assert sorted(draw for draw, _ in learner.trained) == list(range(20))
+    again = [n for n in set(rollout.generated) if rollout.generated.count(n) > 1 and n < 6]  # evaluation draws have numbers too
+    assert learner.losses == 2 and again
+    assert (parts.feed.ledger.drawn, parts.feed.ledger.trained, parts.feed.in_flight) == (20, 20, 0)
+    assert max(staleness for _, staleness in learner.trained) <= max_staleness
+
+
+def test_groups_that_are_lost_again_and_again_end_the_run(tmp_path):
+    class Learner(FakeLearner):
+        async def step(self, groups):
+            raise GroupsLost([groups[0].draw.number])
+
+    config = make(tmp_path)
+    with pytest.raises(GroupsLost, match=r"got draws \[0\] lost"):
+        asyncio.run(run(config, tmp_path, learner=Learner(config.algorithm)))
+
+
+def test_a_group_lost_while_it_is_scored_is_generated_again(tmp_path):
+    class Rewarder(FakeRewarder):
+        lost = 0
+
+        async def score(self, draw, group, num_samples):
+            if draw.number == 3 and num_samples > 1 and self.lost < 2:
+                self.lost += 1
+                raise DataLost("gone")
+            return await super().score(draw, group, num_samples)
+
+    config, rewarder = make(tmp_path, "train.num_steps=2"), Rewarder()
+    parts, learner = asyncio.run(run(config, tmp_path, rewarder=rewarder))
+    assert sorted(draw for draw, _ in learner.trained) == list(range(8)) and rewarder.lost == 2
+
+
+def test_status_says_what_each_wait_waits_for(tmp_path):
+    class Slow:
+        age = 5.0
+
+        def status(self):
+            return {"replaced": 2, "retried": 3}
+
+        def waits(self):
+            return [Wait(what="rollout-1 (node n, pid 7) to finish generate of draw 4", since_s=self.age, deadline_s=600)]
+
+    told: list[str] = []
+    status = Status(tmp_path, {"rollout": Slow(), "reward": Slow()}, told.append)
+
+    async def wait_long(monkeypatch):
+        monkeypatch.setattr("orchestrator.status.REFRESH_S", 0.01)
+        monkeypatch.setattr("orchestrator.status.FIRST_WORD_S", 0.05)
+        status.enter("rollout", 12)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(status.keep(), 0.4)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        asyncio.run(wait_long(monkeypatch))
+    state = json.loads((tmp_path / "status.json").read_text())
+    assert (state["step"], state["phase"], state["waits"][0]["deadline_s"]) == (12, "rollout", 600)
+    assert "rollout-1 (node n, pid 7) to finish generate of draw 4 (5 of 600 s)" in told[0]
+    assert 2 <= len(told) <= 4  # after 0.05, 0.1, 0.2 s: not at every refresh
+    assert status.metrics() == {"workers/replaced": 4, "workers/retried": 6, "workers/given_up": 0}
+    status.end("failed: the cause")
+    assert json.loads((tmp_path / "status.json").read_text())["phase"] == "failed: the cause"
