@@ -1,4 +1,7 @@
-"""What a run reports: metrics.jsonl, TensorBoard, one line per step, a table of samples; names as in README, "Metrics"."""
+"""What a run reports: metrics.jsonl, TensorBoard, one line per step, a table of samples, and trained.jsonl: what each step trained.
+
+Names as in README, "The metrics".
+"""
 
 import json
 import statistics
@@ -78,7 +81,7 @@ class RunLog:
         writer: ScalarWriter,
         console: Console,
     ) -> None:
-        self._path = folder / "metrics.jsonl"
+        self._path, self._trained = folder / "metrics.jsonl", folder / "trained.jsonl"
         self._num_steps, self._table_every = num_steps, table_every
         self._open_group, self._writer, self._console = open_group, writer, console
         self._progress = Progress(
@@ -90,13 +93,14 @@ class RunLog:
         self._progress.start()
 
     def begin(self, done: int, passed_over: Sequence[Path]) -> None:
-        """Open the record after `done` steps; lines of steps that a crash undid are dropped."""
-        kept = []
-        if done and self._path.is_file():
-            kept = [line for line in self._path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= done]
-        scratch = self._path.with_suffix(".part")
-        scratch.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        scratch.replace(self._path)
+        """Open the records after `done` steps; lines of steps that a crash undid are dropped."""
+        for path in (self._path, self._trained):
+            kept = []
+            if done and path.is_file():
+                kept = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["step"] <= done]
+            scratch = path.with_suffix(".part")
+            scratch.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            scratch.replace(path)
         self._progress.update(self._task, completed=done)
         if done:
             self._console.print(f"resumed after step {done}", highlight=False)
@@ -104,8 +108,10 @@ class RunLog:
             self._console.print(f"[yellow]passed over an unfinished checkpoint:[/] {path}", highlight=False)
 
     async def step(self, step: int, metrics: StepMetrics, groups: Sequence[ScoredGroup]) -> None:
-        """Record one step; every few steps show some samples."""
+        """Record one step and what it trained; every few steps show some samples."""
         self._write(step, metrics)
+        trained = {"step": step, "draws": [g.draw.number for g in groups], "prompts": [g.draw.prompt.id for g in groups]}
+        _append(self._trained, trained)
         self._warn_of_invalid(groups)
         self._console.print(step_line(step, self._num_steps, metrics), highlight=False)
         self._progress.update(self._task, completed=step)
@@ -130,8 +136,7 @@ class RunLog:
         self._writer.close()
 
     def _write(self, step: int, metrics: StepMetrics) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        _append(self._path, {"step": step, **metrics})
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
@@ -208,6 +213,11 @@ def sync_metrics(published: Published, reports: Sequence[EngineReport]) -> dict[
         "sync/probe_abs_diff": max(report.probe_abs_diff for report in reports),
         "time/weight_sync_paused_s": max(report.paused_s for report in reports),
     }
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def _tail(text: str, length: int = 60) -> str:

@@ -58,6 +58,9 @@ def test_a_resumed_run_trains_the_same_prompts(tmp_path, staleness, during, at):
     survived = json.loads(json.dumps(learner.trained))[: 24 - len(resumed.trained)]
     assert sorted(n for n, _ in [*survived, *resumed.trained]) == list(range(24))
     assert [row["step"] for row in lines(folder) if "reward/mean" in row] == [1, 2, 3, 4, 5, 6]
+    trained = [json.loads(line) for line in (folder / "trained.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in trained] == [1, 2, 3, 4, 5, 6]
+    assert sorted(number for row in trained for number in row["draws"]) == list(range(24))
     if staleness == 0:
         assert (resumed.logits == undisturbed.logits).all()
     assert len(list((folder / "checkpoints").iterdir())) == 1
