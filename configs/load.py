@@ -151,7 +151,7 @@ def _check_key(key: str, source: str) -> None:
 
 
 def _free_parent(key: str) -> str:
-    for free in ("rollout.engine_args", "learner.deepspeed"):
+    for free in ("rollout.engine_args", "learner.deepspeed", "reward.arguments"):
         if key == free or key.startswith(free + "."):
             return free
     return ""

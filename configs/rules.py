@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from configs.schema import DEEPSPEED_OWNED_KEYS, FAULTS, AlgorithmConfig, Config
+from configs.schema import DEEPSPEED_OWNED_KEYS, FAULTS, AlgorithmConfig, Config, RewardConfig
 
 # estimator -> (scale_rewards, kl_in_reward, KL form in the loss); source: the seeds and docs/algorithms.md
 ESTIMATOR_DEFAULTS = {
@@ -83,6 +83,7 @@ def check_rules(config: Config) -> None:
     _check_algorithm(config)
     _check_learner(config)
     _check_rollout(config)
+    _check_reward(config)
     _check_chaos(config)
 
 
@@ -234,6 +235,22 @@ def _holds(tree: Any, key: str) -> bool:
             return False
         tree = tree[part]
     return True
+
+
+def _check_reward(config: Config) -> None:
+    names, reward = reward_functions(config.reward), config.reward
+    if reward.reward_weights and len(reward.reward_weights) != len(names):
+        raise ConfigError(
+            f"reward.reward_weights must have one weight per function ({', '.join(names)}), got {reward.reward_weights}. Correct it."
+        )
+    strange = [name for name in reward.arguments if name not in names]
+    if strange:
+        raise ConfigError(f"reward.arguments must name functions of reward.function ({', '.join(names)}), got {strange[0]}. Correct it.")
+
+
+def reward_functions(reward: RewardConfig) -> list[str]:
+    """List the reward functions that a configuration names."""
+    return [name.strip() for name in reward.function.split(",") if name.strip()]
 
 
 def _check_chaos(config: Config) -> None:

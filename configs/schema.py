@@ -28,6 +28,11 @@ DEEPSPEED_OWNED_KEYS = (
     "zero_optimization.offload_param",
 )
 
+# built-in reward functions, and those among them that compare with the row's answer
+REWARD_FUNCTIONS = (
+    "exact_match", "numeric_match", "math", "gsm8k", "choice", "reasoning_gym", "regex", "tags", "overlong", "length", "judge",
+)  # fmt: skip
+REWARDS_WITH_ANSWER = ("exact_match", "numeric_match", "math", "gsm8k", "choice", "reasoning_gym")
 
 # what debug.chaos can do to a worker at work: kill -9, stop without dying, answer late, miss a part of a weight sync
 FAULTS = (
@@ -127,11 +132,14 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardConfig:
-    function: str = "exact_match"  # built in, or path.py:function with the signature f(prompts, completions, **columns) -> list
-    answer_column: str = "answer"  # exact_match compares with this column
-    num_workers: int = 1  # processes that run the function
+    function: str = "exact_match"  # built in (docs/rewards.md), path.py:function, or a /get_reward URL (replicas joined by |); several: a,b
+    reward_weights: list[float] = field(default_factory=list)  # of the functions, in order; empty: 1 each
+    arguments: dict[str, Any] = field(default_factory=dict)  # further keyword arguments, by function: {regex: {pattern: ...}}
+    answer_column: str = "answer"  # of the row's right answer: `answer`, `ground_truth`, `label` of the interfaces
+    environment: list[str] = field(default_factory=list)  # environment variables that the functions' processes get beside the harmless ones
+    num_workers: int = 1  # reward workers, each with one process per function
     num_cpus: float = 1.0  # Ray CPUs a worker holds
-    timeout_s: float = 60.0  # deadline of one group
+    timeout_s: float = 60.0  # after which a call is killed: a group's first; if that fails, each of its samples alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,6 @@
 import asyncio
 import functools
 import signal
-import subprocess
-import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +16,13 @@ from actors import process
 from actors.chaos import Chaos
 from actors.pool import Pool
 from actors.reference import ReferenceWorker
-from actors.rewards import BUILT_IN, RewardWorker
+from actors.rewards.worker import RewardWorker, check_rewards, group_timeout_s
 from actors.roles import ReferencePool, RewardPool, RolloutPool
 from actors.rollout import RolloutWorker
 from actors.worker import Role, last_line
 from configs.load import flat, to_yaml
 from configs.rules import ConfigError
-from configs.schema import Config, RewardConfig
+from configs.schema import Config
 from learner.group import LearnerGroup
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.cluster import connect, needs_reference
@@ -55,7 +53,7 @@ def check(config: Config) -> Data:
     """
     tokenizer = _load_tokenizer(config)
     _check_context(config)
-    _check_reward(config.reward)
+    check_rewards(config.reward)
     held_out = read_prompts(config.eval.data, "eval.data", config, tokenizer) if config.eval.data else []
     return Data(
         train=read_prompts(config.data.train, "data.train", config, tokenizer),
@@ -155,7 +153,8 @@ def _roles(config: Config, log_dir: Path) -> list[Role]:
         ),
         Role(
             name="reward", kind=RewardWorker, arguments=(reward,), num_workers=reward.num_workers, num_cpus=reward.num_cpus,
-            num_gpus=0.0, threads=1, max_calls=1, timeout_s=reward.timeout_s, **started,
+            num_gpus=0.0, threads=1, max_calls=1,
+            timeout_s=group_timeout_s(reward, rollout.num_generations), **started,
         ),
     ]  # fmt: skip
     if needs_reference(config):
@@ -244,19 +243,3 @@ def _check_context(config: Config) -> None:
             f"rollout.max_model_len must be at most the model's context ({limit}), got {config.rollout.max_model_len}. "
             "Lower it, with data.max_prompt_tokens and rollout.max_new_tokens."
         )
-
-
-def _check_reward(reward: RewardConfig) -> None:
-    """Import a user's reward function in a process of its own: its code never runs in the driver."""
-    if reward.function in BUILT_IN:
-        return
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "actors.rewards", reward.function], capture_output=True, text=True, timeout=60, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"reward.function must import within 60 s, got no end of {reward.function}. Move slow set-up into the function."
-        ) from None
-    if done.returncode != 0:
-        raise ConfigError(done.stderr.strip().splitlines()[-1])

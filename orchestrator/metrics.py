@@ -27,6 +27,7 @@ from orchestrator.types import (
     Group,
     Published,
     Ref,
+    Reward,
     ScoredGroup,
     StepMetrics,
 )
@@ -192,6 +193,8 @@ def group_metrics(groups: Sequence[ScoredGroup], *, version: int) -> dict[str, f
         "reward/min": min(valid),
         "reward/max": max(valid),
         "reward/invalid_frac": 1 - len(valid) / len(rewards),
+        **{f"reward/{cause}": sum(reward.cause == cause for reward in rewards) for cause in ("timeout", "error", "not_applicable")},
+        **_part_means(rewards),
         "group/zero_std_frac": statistics.fmean(constant),
         "group/solve_all_frac": statistics.fmean(c and row[0] == max(valid) for c, row in zip(constant, values, strict=True)),
         "response_length/mean": statistics.fmean(lengths),
@@ -202,6 +205,12 @@ def group_metrics(groups: Sequence[ScoredGroup], *, version: int) -> dict[str, f
         "rollout/version_span": max(group.facts.newest_version - group.facts.started_version for group in groups),
         "time/generate_s": max(group.facts.generate_s for group in groups),
     }
+
+
+def _part_means(rewards: Sequence[Reward]) -> dict[str, float]:
+    """Average each reward function and logged extra over the samples that have it."""
+    names = sorted({name for reward in rewards for name in reward.parts})
+    return {f"reward/{name}/mean": statistics.fmean(r.parts[name] for r in rewards if name in r.parts) for name in names}
 
 
 def sync_metrics(published: Published, reports: Sequence[EngineReport]) -> dict[str, float]:

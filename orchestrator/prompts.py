@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from configs.rules import ConfigError
-from configs.schema import Config
+from configs.rules import ConfigError, reward_functions
+from configs.schema import REWARDS_WITH_ANSWER, Config
 from orchestrator.types import Draw, Prompt
 
 MAX_LISTED = 5  # faulty lines that an error names
@@ -64,7 +64,7 @@ def read_prompts(path: str, key: str, config: Config, tokenizer: Tokenizer) -> l
     rows = _read_rows(path, key)
     column = config.data.prompt_column
     faults = [f"line {line}: {fault}" for line, row in rows if (fault := _fault(row, column))]
-    if config.reward.function == "exact_match":
+    if set(reward_functions(config.reward)) & set(REWARDS_WITH_ANSWER):
         answer = config.reward.answer_column
         faults += [f"line {n}: no column {answer!r}" for n, row in rows if isinstance(row, dict) and answer not in row]
     if faults:

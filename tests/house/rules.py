@@ -26,14 +26,16 @@ MAY_ALSO_IMPORT = {
     "orchestrator/build.py": {"actors", "learner"},  # the composition root
     "actors/reference.py": {"learner.packing", "learner.logprobs"},  # reference and learner score by the same code
     "actors/hf_engine.py": {"learner.packing", "learner.logprobs"},
-    "actors/rewards.py": {"configs.rules"},  # a user function that cannot be imported is a wrong configuration
+    **dict.fromkeys(  # a user function that cannot be imported is a wrong configuration
+        (f"actors/rewards/{name}.py" for name in ("interfaces", "child", "process", "worker", "registry")), {"configs.rules"}
+    ),
 }
 DOORS = {"vllm": re.compile(r"actors/vllm_\w+\.py"), "deepspeed": re.compile(r"learner/deepspeed_engine\.py")}
 THE_LOOP, LOOP_MUST_NOT_IMPORT = "orchestrator/train.py", {"ray", "vllm", "deepspeed", "torch", "transformers"}
 
 VAGUE_NAMES = {"util", "utils", "common", "misc", "helper", "helpers", "base", "manager"}
 # file -> may catch everything: the supervised retry, and the boundary to functions that users write
-MAY_CATCH_ALL = {"actors/pool.py", "actors/rewards.py"}
+MAY_CATCH_ALL = {"actors/pool.py", "actors/rewards/child.py", "actors/rewards/interfaces.py"}
 OUR_CONFIG = re.compile(r"(self\.)?_?(config|cfg)(\.(model|data|algorithm|rollout|reference|reward|learner|train|eval|cluster))?")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 DOCUMENTED = re.compile(r"estimators/\w+\.py|orchestrator/(types|ports)\.py")
