@@ -82,7 +82,7 @@ def reasoning_gym(batch: Batch, *, task: str | None = None, answer_tag: str = "a
     name = task or metadata.get("source_dataset")
     if not name:
         raise ValueError("reasoning_gym needs a task, got a row without metadata.source_dataset")
-    score = get_score_answer_fn(name)
+    score: Any = get_score_answer_fn(name)
     entry = {"question": columns.get("question", batch.prompt), "answer": batch.label, "metadata": metadata}
     enclosed = re.compile(rf"<{answer_tag}>\s*(.*?)\s*</{answer_tag}>", re.DOTALL)
 

@@ -68,14 +68,17 @@ def test_gsm8k_gold_answers_in_every_spelling_and_agreement_with_math_verify_alo
             alone += sum(verify(wanted, parse(text)) for text in texts.values())
             asked += len(texts)
     assert refused == []
+    fooled = [name for name, text in ADVERSARIAL.items() if verify(parse("$18$"), parse(text))]
     with capsys.disabled():
-        print(f"\nmath-verify alone accepts {alone} of {asked} spellings ({alone / asked:.1%}) that the built-in verifier accepts")
+        print(f"\nmath-verify alone accepts {alone} of {asked} spellings ({alone / asked:.1%}) that the built-in verifier accepts,")
+        print(f"and {len(fooled)} of {len(ADVERSARIAL)} adversarial answers that it refuses: {', '.join(fooled)}")
 
 
 @pytest.mark.parametrize(
     ("gold", "given", "same"),
     [(r"\frac{1}{2}", r"\boxed{0.5}", True), (r"\frac{1}{2}", r"\boxed{\frac{2}{4}}", True), ("18", r"\boxed{\frac{36}{2}}", True),
-     ("2x+1", r"\boxed{1+2x}", True), ("2x+1", r"\boxed{2x-1}", False), ("(1,2)", r"\boxed{(1,2)}", True), ("(1,2)", r"\boxed{(2,1)}", False),
+     ("2x+1", r"\boxed{1+2x}", True), ("2x+1", r"\boxed{2x-1}", False),
+     ("(1,2)", r"\boxed{(1,2)}", True), ("(1,2)", r"\boxed{(2,1)}", False),
      (r"\sqrt{2}", r"The answer is $\sqrt{2}$.", True), ("0.5", "1/2", True), ("3", "1/3", False)],
 )  # fmt: skip
 def test_mathematics_beyond_plain_numbers_goes_to_math_verify(gold, given, same):
@@ -95,8 +98,8 @@ def test_the_parts_of_a_number_are_read_exactly():
         ("numeric_match", {"tolerance": 0.01}, "200", ["about 5, so 201", "203", "none"], [1, 0, 0]),
         ("math", {}, "so 2\n#### 1,200", [r"\boxed{1200}", "1201"], [1, 0]),
         ("gsm8k", {"format_score": 0.1}, "2 + 2 = 4 #### 4", ["#### 4", "#### 5", "4", "#### four"], [1, 0.1, 0, 0]),
-        ("choice", {}, "B", ["B", "(B) because A is wrong", "The answer is (B).", r"\boxed{\text{B}}", "A", "A or B", "The answer is A, not B"],
-         [1, 1, 1, 1, 0, 0, 0]),
+        ("choice", {}, "B", ["B", "(B) because A is wrong", "The answer is (B).", r"\boxed{\text{B}}"], [1, 1, 1, 1]),
+        ("choice", {}, "B", ["A", "A or B", "The answer is A, not B", "none"], [0, 0, 0, 0]),
         ("regex", {"pattern": r"\{.*\}"}, None, ['x {"a":\n1}', "x"], [1, 0]),
         ("regex", {"pattern": r"\d+", "full": True}, None, ["12", "a12"], [1, 0]),
         ("tags", {}, None, ["<think>a</think>\n<answer>b</answer>", "<think>a</think>", "x<think>a</think><answer>b</answer>",

@@ -29,7 +29,8 @@ FILES = {
     "    return [rule(c, a) for c, a in zip(completions, answer)]",
     "trl_numpy": "import numpy as np\ndef f(prompts, completions, answer, **kw):\n"
     "    return np.array([rule(c, a) for c, a in zip(completions, answer)], dtype=np.float32)",
-    "verl": "def f(data_source, solution_str, ground_truth, extra_info=None):\n    assert data_source == 'sums' and extra_info == {'index': 7}\n"
+    "verl": "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
+    "    assert data_source == 'sums' and extra_info == {'index': 7}\n"
     "    return rule(solution_str, ground_truth)",
     "verl_dict": "def f(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
     "    return {'score': rule(solution_str, ground_truth), 'acc': solution_str == ground_truth}",
