@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from actors.pool import PoisonError, Pool
+from actors.rewards.worker import weighted_sum
 from actors.worker import Worker, WorkerError
 from orchestrator.ports import Publication
 from orchestrator.types import (
@@ -111,7 +112,7 @@ class ReferencePool:
 
 
 class RewardPool:
-    """Reward functions in processes of their own."""
+    """Reward functions, or a reward model, in workers."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -129,3 +130,21 @@ class RewardPool:
             return tuple(
                 Reward(value=float("nan"), cause="timeout", parts={}, detail=str(error)) for _ in range(num_samples)
             )
+
+
+class RewardSum:
+    """Reward functions and a reward model together, each with its weight."""
+
+    def __init__(self, rewarders: Sequence[tuple[float, RewardPool]]) -> None:
+        self._weights, self._rewarders = zip(*rewarders, strict=True)
+
+    async def start(self) -> None:
+        """Start the workers of all."""
+        async with asyncio.TaskGroup() as starting:
+            for rewarder in self._rewarders:
+                starting.create_task(rewarder.start())
+
+    async def score(self, draw: Draw, group_ref: Ref, num_samples: int) -> tuple[Reward, ...]:
+        """Score a group by all at the same time."""
+        columns = await asyncio.gather(*(rewarder.score(draw, group_ref, num_samples) for rewarder in self._rewarders))
+        return tuple(weighted_sum(self._weights, row) for row in zip(*columns, strict=True))

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.rules import ConfigError, check_rules, resolve
 from configs.schema import Config
 
-PATH_KEYS = ("model.path", "data.train", "eval.data", "train.output_dir")
+PATH_KEYS = ("model.path", "data.train", "eval.data", "train.output_dir", "reward_model.path")
 
 
 def load(arguments: Sequence[str]) -> Config:

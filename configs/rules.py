@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from configs.schema import DEEPSPEED_OWNED_KEYS, FAULTS, AlgorithmConfig, Config, RewardConfig
+from configs.schema import DEEPSPEED_OWNED_KEYS, FAULTS, AlgorithmConfig, Config, RewardConfig, RewardModelConfig
 
 # estimator -> (scale_rewards, kl_in_reward, KL form in the loss); source: the seeds and docs/algorithms.md
 ESTIMATOR_DEFAULTS = {
@@ -107,12 +107,14 @@ RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
     *((key, *_at_least(1), "Give a positive number.") for key in (
         "train.num_steps", "train.prompts_per_step", "rollout.num_workers", "rollout.max_new_tokens", "rollout.max_model_len",
         "rollout.threads", "rollout.max_concurrent_samples", "rollout.kv_cache_mib", "reference.num_workers", "reference.threads",
-        "reward.num_workers", "learner.num_ranks", "learner.threads", "learner.num_mini_batches", "learner.num_epochs",
+        "reward.num_workers", "reward_model.num_workers", "reward_model.threads", "reward_model.max_tokens_per_batch",
+        "learner.num_ranks", "learner.threads", "learner.num_mini_batches", "learner.num_epochs",
         "learner.max_tokens_per_micro_batch", "learner.logprob_chunk_tokens", "data.max_prompt_tokens", "eval.max_prompts",
         "algorithm.kl_horizon", "learner.max_skipped_updates", "cluster.num_cpus", "checkpoint.keep_last",
     )),
     *((key, *_above(0), "Give a positive number.") for key in (
         "rollout.temperature", "learner.lr", "rollout.timeout_s", "reference.timeout_s", "reward.timeout_s", "learner.timeout_s",
+        "reward_model.timeout_s",
         "cluster.start_timeout_s", "algorithm.reward_clip", "algorithm.correction_max", "algorithm.kl_target",
         "cluster.heartbeat_timeout_s",
     )),
@@ -122,6 +124,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
         "train.max_staleness", "train.max_refill", "train.sample_table_every", "eval.every", "checkpoint.every",
         "rollout.top_k", "rollout.num_gpus", "rollout.num_cpus",
         "learner.num_cpus", "learner.num_gpus", "reference.num_cpus", "reference.num_gpus", "reward.num_cpus",
+        "reward_model.num_cpus", "reward_model.num_gpus",
     )),
     ("rollout.top_p", lambda value: 0 < value <= 1, "lie in (0, 1]", "Give 1 to sample from the full distribution."),
     ("algorithm.discount", lambda value: 0 < value <= 1, "lie in (0, 1]", "Give 1 for no discount."),
@@ -243,6 +246,14 @@ def _check_reward(config: Config) -> None:
         raise ConfigError(
             f"reward.reward_weights must have one weight per function ({', '.join(names)}), got {reward.reward_weights}. Correct it."
         )
+    if not names and config.reward_model.path is None:
+        raise ConfigError("reward.function must name a function where reward_model.path is not set, got none. Set one of them.")
+    for key in dataclasses.fields(RewardModelConfig) if config.reward_model.path is None else ():
+        value = getattr(config.reward_model, key.name)
+        if value != key.default:
+            raise ConfigError(
+                f"reward_model.{key.name} must be left out where it has no effect, got {value} without reward_model.path. Remove it."
+            )
     strange = [name for name in reward.arguments if name not in names]
     if strange:
         raise ConfigError(f"reward.arguments must name functions of reward.function ({', '.join(names)}), got {strange[0]}. Correct it.")
@@ -250,7 +261,7 @@ def _check_reward(config: Config) -> None:
 
 def reward_functions(reward: RewardConfig) -> list[str]:
     """List the reward functions that a configuration names."""
-    return [name.strip() for name in reward.function.split(",") if name.strip()]
+    return [name.strip() for name in reward.function.split(",") if name.strip() not in ("", "none")]
 
 
 def _check_chaos(config: Config) -> None:
@@ -261,6 +272,8 @@ def _check_chaos(config: Config) -> None:
                 f"debug.chaos must hold fault@step with a step from 1 to train.num_steps ({config.train.num_steps}), got {item}. "
                 f"The faults are {', '.join(FAULTS)}."
             )
+        if fault.endswith("reward") and not reward_functions(config.reward):
+            raise ConfigError(f"debug.chaos must strike a role that runs, got {item} without a reward function. Remove it.")
         if fault.endswith("reference") and (config.algorithm.beta == 0 or config.learner.lora.rank > 0):
             raise ConfigError(f"debug.chaos must strike a role that runs, got {item} without a reference worker. Remove it.")
 

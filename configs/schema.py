@@ -132,7 +132,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardConfig:
-    function: str = "exact_match"  # built in (docs/rewards.md), path.py:function, or a /get_reward URL (replicas joined by |); several: a,b
+    function: str = "exact_match"  # built in (docs/rewards.md), path.py:function, a /get_reward URL (replicas joined by |); a,b: several; none
     reward_weights: list[float] = field(default_factory=list)  # of the functions, in order; empty: 1 each
     arguments: dict[str, Any] = field(default_factory=dict)  # further keyword arguments, by function: {regex: {pattern: ...}}
     answer_column: str = "answer"  # of the row's right answer: `answer`, `ground_truth`, `label` of the interfaces
@@ -140,6 +140,22 @@ class RewardConfig:
     num_workers: int = 1  # reward workers, each with one process per function
     num_cpus: float = 1.0  # Ray CPUs a worker holds
     timeout_s: float = 60.0  # after which a call is killed: a group's first; if that fails, each of its samples alone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardModelConfig:
+    path: str | None = None  # sequence classifier: Hugging Face folder or hub name; None: no reward model
+    weight: float = 1.0  # of its score beside the reward functions
+    label: str | None = None  # name or number of the output that is the reward, where there are several
+    output: Literal["logit", "probability"] = "logit"  # of that output
+    template: str | None = None  # with {prompt} and {response}; None: its tokenizer's chat template, else the one after the other
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of its weights
+    max_tokens_per_batch: int = 8192  # tokens of one forward, padding included
+    num_workers: int = 1  # replicas
+    num_cpus: float = 1.0  # Ray CPUs a worker holds
+    num_gpus: float = 0.0  # Ray GPUs a worker holds
+    threads: int = 1  # OpenMP threads of a worker
+    timeout_s: float = 600.0  # deadline of one group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,6 +244,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -16,12 +16,13 @@ from actors import process
 from actors.chaos import Chaos
 from actors.pool import Pool
 from actors.reference import ReferenceWorker
+from actors.reward_model import RewardModelWorker, check_reward_model
 from actors.rewards.worker import RewardWorker, check_rewards, group_timeout_s
-from actors.roles import ReferencePool, RewardPool, RolloutPool
+from actors.roles import ReferencePool, RewardPool, RewardSum, RolloutPool
 from actors.rollout import RolloutWorker
 from actors.worker import Role, last_line
 from configs.load import flat, to_yaml
-from configs.rules import ConfigError
+from configs.rules import ConfigError, reward_functions
 from configs.schema import Config
 from learner.group import LearnerGroup
 from orchestrator.checkpoint import Checkpoints
@@ -54,6 +55,8 @@ def check(config: Config) -> Data:
     tokenizer = _load_tokenizer(config)
     _check_context(config)
     check_rewards(config.reward)
+    if config.reward_model.path is not None:
+        check_reward_model(config)
     held_out = read_prompts(config.eval.data, "eval.data", config, tokenizer) if config.eval.data else []
     return Data(
         train=read_prompts(config.data.train, "data.train", config, tokenizer),
@@ -95,7 +98,8 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
     for pool in pools.values():
         stack.callback(pool.stop)
     rollout = RolloutPool(pools["rollout"], dtype=config.model.dtype, load_timeout_s=config.rollout.timeout_s)
-    rewarder = RewardPool(pools["reward"])
+    weights = {"reward": 1.0, "reward_model": config.reward_model.weight}
+    rewarder = RewardSum([(weight, RewardPool(pools[name])) for name, weight in weights.items() if name in pools])
     reference = ReferencePool(pools["reference"]) if needs_reference(config) else None
     learner = LearnerGroup(
         config, runtime_env=lambda name: process.runtime_env(name=name, log_dir=log_dir, threads=config.learner.threads)
@@ -151,20 +155,25 @@ def _roles(config: Config, log_dir: Path) -> list[Role]:
             name="rollout", kind=RolloutWorker, arguments=(config,), num_workers=rollout.num_workers, num_cpus=rollout.num_cpus,
             num_gpus=rollout.num_gpus, threads=rollout.threads, max_calls=None, timeout_s=rollout.timeout_s, **started,
         ),
-        Role(
-            name="reward", kind=RewardWorker, arguments=(reward,), num_workers=reward.num_workers, num_cpus=reward.num_cpus,
-            num_gpus=0.0, threads=1, max_calls=1,
-            timeout_s=group_timeout_s(reward, rollout.num_generations), **started,
-        ),
     ]  # fmt: skip
-    if needs_reference(config):
+    if reward_functions(reward):
         roles.append(
             Role(
-                name="reference", kind=ReferenceWorker, arguments=(config,), num_workers=reference.num_workers,
-                num_cpus=reference.num_cpus, num_gpus=reference.num_gpus, threads=reference.threads,
-                max_calls=1, timeout_s=reference.timeout_s, **started,
+                name="reward", kind=RewardWorker, arguments=(reward,), num_workers=reward.num_workers, num_cpus=reward.num_cpus,
+                num_gpus=0.0, threads=1, max_calls=1, timeout_s=group_timeout_s(reward, rollout.num_generations), **started,
             )
         )  # fmt: skip
+    roles += [
+        Role(
+            name=name, kind=kind, arguments=(config,), num_workers=part.num_workers, num_cpus=part.num_cpus,
+            num_gpus=part.num_gpus, threads=part.threads, max_calls=1, timeout_s=part.timeout_s, **started,
+        )
+        for name, kind, part, runs in (
+            ("reward_model", RewardModelWorker, config.reward_model, config.reward_model.path is not None),
+            ("reference", ReferenceWorker, reference, needs_reference(config)),
+        )
+        if runs
+    ]  # fmt: skip
     return roles
 
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
-from configs.rules import ConfigError
+from configs.rules import ConfigError, reward_functions
 from configs.schema import Config
 
 
@@ -21,7 +22,11 @@ class Ask:
 
 def asks(config: Config) -> list[Ask]:
     """List what each role of a run holds; the reference only where it runs."""
-    roles = [("rollout", config.rollout.num_workers, config.rollout), ("reward", config.reward.num_workers, config.reward)]
+    roles: list[tuple[str, int, Any]] = [("rollout", config.rollout.num_workers, config.rollout)]
+    if reward_functions(config.reward):
+        roles.append(("reward", config.reward.num_workers, config.reward))
+    if config.reward_model.path is not None:
+        roles.append(("reward_model", config.reward_model.num_workers, config.reward_model))
     if needs_reference(config):
         roles.append(("reference", config.reference.num_workers, config.reference))
     roles.append(("learner", config.learner.num_ranks, config.learner))

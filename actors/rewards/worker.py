@@ -46,7 +46,8 @@ class RewardWorker:
         batch = batch_of(group, self._config.answer_column)
         columns = list(self._threads.map(lambda function: function.score(batch), self._functions))
         names = [short_name(function.name) for function in self._functions]
-        return tuple(combine(names, self._weights, row) for row in zip(*columns, strict=True))
+        rewards = [[as_reward(name, one) for one in column] for name, column in zip(names, columns, strict=True)]
+        return tuple(weighted_sum(self._weights, row) for row in zip(*rewards, strict=True))
 
     def close(self) -> None:
         """End the processes."""
@@ -72,16 +73,20 @@ def batch_of(group: Group, answer_column: str) -> Batch:
     )
 
 
-def combine(names: Sequence[str], weights: Sequence[float], row: Sequence[Scored]) -> Reward:
-    """Sum what the functions say of one response, weighted; the first failure makes it invalid."""
-    parts = {name: one.value for name, one in zip(names, row, strict=True) if one.cause == "ok"}
-    parts |= {name: value for one in row for name, value in one.extras.items()}
-    failed = [one for one in row if one.cause in ("error", "timeout")]
-    counted = [weight * one.value for weight, one in zip(weights, row, strict=True) if one.cause == "ok"]
-    if failed:
-        return Reward(value=math.nan, cause=failed[0].cause, parts=parts, detail=failed[0].detail)
-    if not counted:
-        return Reward(value=math.nan, cause="not_applicable", parts=parts, detail="")
+def as_reward(name: str, scored: Scored) -> Reward:
+    """Turn what one function says of one response into a reward."""
+    parts = ({name: scored.value} if scored.cause == "ok" else {}) | dict(scored.extras)
+    return Reward(value=scored.value, cause=scored.cause, parts=parts, detail=scored.detail)
+
+
+def weighted_sum(weights: Sequence[float], rewards: Sequence[Reward]) -> Reward:
+    """Sum rewards of one response; one that does not apply leaves the others to count, a failed one makes the sum invalid."""
+    parts = {name: value for reward in rewards for name, value in reward.parts.items()}
+    failed = [reward for reward in rewards if reward.cause in ("error", "timeout")]
+    counted = [weight * reward.value for weight, reward in zip(weights, rewards, strict=True) if reward.valid]
+    if failed or not counted:
+        worst = failed[0] if failed else rewards[0]
+        return Reward(value=math.nan, cause=worst.cause, parts=parts, detail=worst.detail)
     return Reward(value=sum(counted), cause="ok", parts=parts, detail="")
 
 

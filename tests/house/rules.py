@@ -26,8 +26,9 @@ MAY_ALSO_IMPORT = {
     "orchestrator/build.py": {"actors", "learner"},  # the composition root
     "actors/reference.py": {"learner.packing", "learner.logprobs"},  # reference and learner score by the same code
     "actors/hf_engine.py": {"learner.packing", "learner.logprobs"},
-    **dict.fromkeys(  # a user function that cannot be imported is a wrong configuration
-        (f"actors/rewards/{name}.py" for name in ("interfaces", "child", "process", "worker", "registry")), {"configs.rules"}
+    **dict.fromkeys(  # a reward that cannot be had is a wrong configuration
+        ("actors/reward_model.py", *(f"actors/rewards/{name}.py" for name in ("interfaces", "child", "process", "worker", "registry"))),
+        {"configs.rules"},
     ),
 }
 DOORS = {"vllm": re.compile(r"actors/vllm_\w+\.py"), "deepspeed": re.compile(r"learner/deepspeed_engine\.py")}
