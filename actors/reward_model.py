@@ -38,7 +38,7 @@ def check_reward_model(config: Config) -> None:
     label_index(part, model.num_labels, model.id2label)
 
 
-def label_index(part: RewardModelConfig, num_labels: int, names: Any) -> int:
+def label_index(part: RewardModelConfig, num_labels: Any, names: Any) -> int:
     """Find the output that is the reward.
 
     Raises:

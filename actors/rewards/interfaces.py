@@ -7,10 +7,9 @@ The interface is told by the parameters of the function:
     reward_func(queries, prompts, labels) -> {"rewards", "scores", "extra_logs"}      OpenRLHF
     class with __call__(completions, **columns) -> list[float | None]                 ms-swift (ORM)
 
-Any of them may be async. This module runs in the child process and imports nothing heavy.
+Any of them may be async. This module runs in the child process and imports little: processes start often.
 """
 
-import asyncio
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +17,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from configs.rules import ConfigError
-
 LABEL_PLACES = (("label",), ("solution",), ("ground_truth",), ("reward_model", "ground_truth"), ("reward_spec", "ground_truth"))
 
 Extras = dict[str, list[Any]]  # K values each
 Adapted = Callable[["Batch"], tuple[Any, Extras]]
+
+
+class Refusal(ValueError):
+    """A reward that cannot be had; its sentence becomes a ConfigError in the supervisor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ def adapt(function: Any, name: str, arguments: Mapping[str, Any]) -> Adapted:
         arguments: further keyword arguments of the user's choice.
 
     Raises:
-        ConfigError: its parameters fit no known interface.
+        Refusal: its parameters fit no known interface.
     """
     is_class = inspect.isclass(function)
     call: Any = function() if is_class else function
@@ -80,7 +81,7 @@ def adapt(function: Any, name: str, arguments: Mapping[str, Any]) -> Adapted:
         return lambda batch: openrlhf_answer(_finish(call(**_fitting(call, _openrlhf(batch) | dict(arguments)))), len(batch))
     if "completions" in parameters:
         return lambda batch: _trl(call, batch, arguments, chat=not is_class)
-    raise ConfigError(
+    raise Refusal(
         f"reward.function must take the parameters of a known interface, got {name}({', '.join(parameters)}). Write "
         "f(prompts, completions, **columns), compute_score(data_source, solution_str, ground_truth, extra_info), "
         "reward_func(queries, prompts, labels) or a class with __call__(completions, **columns)."
@@ -163,6 +164,8 @@ def _fitting(call: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def _finish(result: Any) -> Any:
     if inspect.isawaitable(result):
+        import asyncio  # 70 ms of every start of a process
+
         return asyncio.run(_await(result))
     return result
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from actors.rewards import answers, remote, shaping
-from actors.rewards.interfaces import Adapted
-from configs.rules import ConfigError
+from actors.rewards.interfaces import Adapted, Refusal
 from configs.schema import REWARD_FUNCTIONS
 
 BUILT_IN: dict[str, Callable[..., list[Any]]] = {
@@ -23,7 +22,7 @@ def built_in(name: str, arguments: Mapping[str, Any]) -> Adapted:
     """Put a built-in function and its arguments behind the one call.
 
     Raises:
-        ConfigError: an argument is missing or unknown, or its value is refused.
+        Refusal: an argument is missing or unknown, or its value is refused.
     """
     function = BUILT_IN[name]
     parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -32,7 +31,7 @@ def built_in(name: str, arguments: Mapping[str, Any]) -> Adapted:
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in arguments]
     if wrong or missing:
         told = f"{wrong[0]}" if wrong else f"none for {missing[0]}"
-        raise ConfigError(
+        raise Refusal(
             f"reward.arguments.{name} must be among {', '.join(known) or 'nothing'}, got {told}. Correct the arguments."
         )
     return lambda batch: (function(batch, **arguments), {})

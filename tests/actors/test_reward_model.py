@@ -132,3 +132,18 @@ def test_a_language_model_is_no_classifier(tmp_path):
 def test_options_without_effect_are_refused(parts, words):
     with pytest.raises(ConfigError, match=words):
         check_rules(Config(**parts))
+
+
+def test_functions_and_model_are_summed_and_one_failure_makes_the_sum_invalid():
+    from actors.rewards.worker import weighted_sum
+    from orchestrator.types import Reward
+
+    good = Reward(value=2.0, cause="ok", parts={"f": 2.0}, detail="")
+    model = Reward(value=3.0, cause="ok", parts={"model": 3.0}, detail="")
+    bad = Reward(value=math.nan, cause="timeout", parts={}, detail="late")
+    none = Reward(value=math.nan, cause="not_applicable", parts={}, detail="")
+    both = weighted_sum([1.0, 0.5], [good, model])
+    assert both.value == 3.5 and both.parts == {"f": 2.0, "model": 3.0}
+    assert weighted_sum([1.0, 0.5], [none, model]).value == 1.5
+    assert (failed := weighted_sum([1.0, 0.5], [bad, model])).cause == "timeout" and failed.detail == "late" and math.isnan(failed.value)
+    assert weighted_sum([1.0, 0.5], [none, none]).cause == "not_applicable"

@@ -27,7 +27,7 @@ MAY_ALSO_IMPORT = {
     "actors/reference.py": {"learner.packing", "learner.logprobs"},  # reference and learner score by the same code
     "actors/hf_engine.py": {"learner.packing", "learner.logprobs"},
     **dict.fromkeys(  # a reward that cannot be had is a wrong configuration
-        ("actors/reward_model.py", *(f"actors/rewards/{name}.py" for name in ("interfaces", "child", "process", "worker", "registry"))),
+        ("actors/reward_model.py", *(f"actors/rewards/{name}.py" for name in ("process", "worker"))),
         {"configs.rules"},
     ),
 }
