@@ -1,6 +1,7 @@
 """The built-in reward functions by name: each is `f(batch, **arguments) -> list of K numbers, None, or exceptions`."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,4 +35,11 @@ def built_in(name: str, arguments: Mapping[str, Any]) -> Adapted:
         raise Refusal(
             f"reward.arguments.{name} must be among {', '.join(known) or 'nothing'}, got {told}. Correct the arguments."
         )
+    if "pattern" in arguments:
+        try:
+            re.compile(arguments["pattern"])
+        except re.error as error:
+            raise Refusal(
+                f"reward.arguments.{name}.pattern must be a regular expression, got {arguments['pattern']!r} ({error}). Correct it."
+            ) from None
     return lambda batch: (function(batch, **arguments), {})

@@ -54,7 +54,7 @@ def judge(
     max_tokens: int = 512,
     api_key_env: str = "",
     tries: int = 3,
-    timeout_s: float = 30.0,
+    timeout_s: float = 15.0,
 ) -> list[Any]:
     """Let a language model grade each response.
 
@@ -68,7 +68,7 @@ def judge(
         max_tokens: of the judge's words.
         api_key_env: environment variable of the key, named in reward.environment too; empty: no key.
         tries: requests until a response has no reward.
-        timeout_s: of one request.
+        timeout_s: of one request; all tries should fit into reward.timeout_s.
     """
     headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env else {}
     target = url.rstrip("/") + "/chat/completions"

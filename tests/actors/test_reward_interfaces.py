@@ -61,6 +61,20 @@ def test_one_file_of_each_kind_gives_the_same_numbers(tmp_path, kind):
         assert [r.parts["twice"] for r in rewards] == [2 * value for value in WANTED]
 
 
+@pytest.mark.parametrize("kind", ["trl", "verl", "openrlhf", "swift"])
+def test_arguments_reach_a_users_function(tmp_path, kind):
+    body = {
+        "trl": "def f(completions, bonus, **kw):\n    return [bonus] * len(completions)",
+        "verl": "def f(solution_str, bonus):\n    return bonus",
+        "openrlhf": "def f(queries, prompts, labels, bonus):\n    return {'rewards': [bonus] * len(queries)}",
+        "swift": "class f:\n    def __call__(self, completions, bonus, **kw):\n        return [bonus] * len(completions)",
+    }[kind]
+    name = f"{tmp_path}/rewards_of_a_user.py:f"
+    rewarder = worker(tmp_path, body, arguments={name: {"bonus": 5}})
+    assert [r.value for r in rewarder.score(group("a", "b"))] == [5.0, 5.0]
+    rewarder.close()
+
+
 @pytest.mark.parametrize(
     "row", [{"label": "2"}, {"solution": "2"}, {"ground_truth": "2"}, {"reward_model": {"style": "rule", "ground_truth": "2"}},
             {"reward_spec": {"method": "rule", "ground_truth": "2"}}, {"gold": "2"}],

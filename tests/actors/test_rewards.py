@@ -143,14 +143,15 @@ def test_a_worker_that_dies_takes_a_hanging_function_along(tmp_path):
     ("name", "words"),
     [("exat_match", "one of exact_match"), ("missing.py:f", "existing file"), ("{folder}/bad.py:f", "SyntaxError"),
      ("{folder}/good.py:g", "a function of"), ("{folder}/good.py:odd", "known interface"), ("{folder}/exits.py:f", "SystemExit"),
-     ("regex", "none for pattern")],
+     ("regex", "none for pattern"), ("tags", "got depth"), ("judge", "pattern must be a regular expression")],
 )  # fmt: skip
 def test_a_function_that_cannot_be_had_is_refused(tmp_path, name, words):
+    arguments = {"tags": {"depth": 2}, "judge": {"url": "http://u/v1", "model": "m", "pattern": "("}}
     (tmp_path / "bad.py").write_text("def f(:")
     (tmp_path / "exits.py").write_text("raise SystemExit(3)")
     (tmp_path / "good.py").write_text("f = 1\ndef odd(x, y):\n    return 1")
     with pytest.raises(ConfigError, match=words):
-        check_rewards(RewardConfig(function=name.format(folder=tmp_path)))
+        check_rewards(RewardConfig(function=name.format(folder=tmp_path), arguments=arguments))
 
 
 @pytest.mark.parametrize(
