@@ -14,7 +14,7 @@ import numpy as np
 
 from configs.rules import ConfigError, reward_functions
 from configs.schema import REWARDS_WITH_ANSWER, Config
-from orchestrator.types import Draw, Prompt
+from orchestrator.types import Draw, Prompt, label_of
 
 MAX_LISTED = 5  # faulty lines that an error names
 
@@ -66,7 +66,7 @@ def read_prompts(path: str, key: str, config: Config, tokenizer: Tokenizer) -> l
     faults = [f"line {line}: {fault}" for line, row in rows if (fault := _fault(row, column))]
     if set(reward_functions(config.reward)) & set(REWARDS_WITH_ANSWER):
         answer = config.reward.answer_column
-        faults += [f"line {n}: no column {answer!r}" for n, row in rows if isinstance(row, dict) and answer not in row]
+        faults += [f"line {n}: no column {answer!r}" for n, row in rows if isinstance(row, dict) and label_of(row, answer) is None]
     if faults:
         raise ConfigError(
             f"{key} must have a prompt and its columns in every row, got {len(faults)} faulty rows in {path} "
@@ -88,7 +88,7 @@ def read_prompts(path: str, key: str, config: Config, tokenizer: Tokenizer) -> l
             id=str(row.get("id", f"{stem}:{line}")),
             token_ids=tuple(ids),
             text=text,
-            columns={name: value for name, value in row.items() if name != column},
+            columns={name: value for name, value in row.items() if name != column} | _messages(row[column]),
         )
         for (line, row), ids, text in zip(rows, token_ids, texts, strict=True)
     ]
@@ -131,6 +131,10 @@ def _render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer) -> str:
     if isinstance(prompt, str):
         return prompt
     return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+
+
+def _messages(prompt: str | list[dict[str, str]]) -> dict[str, Any]:
+    return {} if isinstance(prompt, str) else {"messages": prompt}
 
 
 def _tokenize(texts: list[str], chat: list[bool], tokenizer: Tokenizer) -> list[list[int]]:

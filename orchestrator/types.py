@@ -17,6 +17,9 @@ Ref = Any  # a handle to an object in the store (ray.ObjectRef); the driver pass
 
 StepMetrics = Mapping[str, float]  # already reduced over ranks; names as in README, "Metrics"
 
+# slime and OpenRLHF; ms-swift; TRL; verl; SkyRL
+LABEL_PLACES = (("label",), ("solution",), ("ground_truth",), ("reward_model", "ground_truth"), ("reward_spec", "ground_truth"))
+
 
 class Hasher(Protocol):
     """What a digest needs (xxhash and hashlib objects fit)."""
@@ -33,7 +36,18 @@ class Prompt:
     id: str  # stable across runs: "<file stem>:<line>" or the row's own id
     token_ids: tuple[int, ...]
     text: str  # as tokenised (after the chat template)
-    columns: Mapping[str, Any]  # the row's other columns, handed to the reward
+    columns: Mapping[str, Any]  # the row's other columns, handed to the reward; "messages" where the prompt is a chat
+
+
+def label_of(columns: Mapping[str, Any], column: str) -> Any:
+    """Find a row's right answer: in `column`, or where the known layouts keep it; None where it has none."""
+    for path in ((column,), *LABEL_PLACES):
+        value: Any = columns
+        for name in path:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if value is not None:
+            return value
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-LABEL_PLACES = (("label",), ("solution",), ("ground_truth",), ("reward_model", "ground_truth"), ("reward_spec", "ground_truth"))
-
 Extras = dict[str, list[Any]]  # K values each
 Adapted = Callable[["Batch"], tuple[Any, Extras]]
 
@@ -46,17 +44,6 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.completions)
-
-
-def label_of(columns: Mapping[str, Any], column: str) -> Any:
-    """Find a row's right answer: in `column`, or where the known layouts keep it; None where it has none."""
-    for path in ((column,), *LABEL_PLACES):
-        value: Any = columns
-        for name in path:
-            value = value.get(name) if isinstance(value, Mapping) else None
-        if value is not None:
-            return value
-    return None
 
 
 def adapt(function: Any, name: str, arguments: Mapping[str, Any]) -> Adapted:

@@ -8,11 +8,11 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from actors.rewards.interfaces import Batch, label_of
+from actors.rewards.interfaces import Batch
 from actors.rewards.process import START_TIMEOUT_S, FunctionProcess, Scored
 from configs.rules import reward_functions
 from configs.schema import RewardConfig
-from orchestrator.types import Group, Reward
+from orchestrator.types import Group, Reward, label_of
 
 RESTART_S = 5.0  # of a function's process, as a rule
 
