@@ -73,7 +73,8 @@ class FunctionProcess:
                 stdin=subprocess.DEVNULL, start_new_session=True,
             ).result()  # fmt: skip
         self._watched = os.pidfd_open(self._process.pid)
-        self._connection.send(self._loads)
+        with contextlib.suppress(OSError):  # it has died already, as the answer will say
+            self._connection.send(self._loads)
         answer = self._receive(START_TIMEOUT_S)
         if "ready" not in answer:
             self.stop()
@@ -136,7 +137,7 @@ class FunctionProcess:
             ready = wait([self._connection, self._watched], timeout_s)
             if self._connection in ready or self._connection.poll():
                 return json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):  # ValueError: user code wrote into the connection
             ready = [self._watched]
         if not ready:
             self.stop()

@@ -167,3 +167,13 @@ def test_the_check_runs_no_user_code_in_this_process(tmp_path):
     (tmp_path / "r.py").write_text(f"import os\nopen(r'{tmp_path}/pid', 'w').write(str(os.getpid()))\ndef f(completions):\n    pass")
     check_rewards(RewardConfig(function=f"{tmp_path}/r.py:f"))
     assert int((tmp_path / "pid").read_text()) != os.getpid()
+
+
+def test_a_process_that_spoils_its_connection_costs_one_sample(tmp_path):
+    body = (
+        f"{IMPORTS}def f(prompts, completions, **kw):\n    if 'bad' in completions:\n"
+        "        for fd in range(3, 64):\n            try:\n                os.write(fd, b'\\x00\\x00\\x00\\x02no')\n"
+        "            except OSError:\n                pass\n    return [1.0] * len(completions)"
+    )
+    rewards = worker(tmp_path, body, timeout_s=5).score(group("a", "bad", "b"))
+    assert [r.cause for r in rewards] == ["ok", "error", "ok"]
