@@ -71,3 +71,29 @@ def wait_for(condition, timeout_s: float = 60.0, what: str = "the condition"):
             return value
         time.sleep(0.2)
     raise AssertionError(f"{what} did not come true within {timeout_s:g} s")
+
+
+def writers_of(log: Path) -> list[int]:
+    """Find the worker processes whose standard output is this file."""
+    return [pid for pid, descriptor, target in _open_files() if (descriptor, target) == (1, str(log))]
+
+
+def shared_memory_without_owner() -> set[str]:
+    """Find what lies in shared memory and no living process has open or mapped."""
+    held = {target for _, _, target in _open_files()}
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            held |= {line.split()[-1] for line in path.read_text().splitlines() if "/dev/shm/" in line}
+        except OSError:
+            continue
+    return {str(path) for path in Path("/dev/shm").iterdir()} - held
+
+
+def _open_files() -> list[tuple[int, int, str]]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            found.append((int(path.parts[2]), int(path.name), os.readlink(path)))
+        except OSError:
+            continue
+    return found

@@ -31,17 +31,17 @@ def test_engine_and_learner_agree_at_every_step(tiny, tmp_path, tied):
     "options",
     [
         ["algorithm.advantage_estimator=grpo", "algorithm.beta=0.04", "learner.num_ranks=2", "learner.zero_stage=2"],
-        ["algorithm.advantage_estimator=reinforce_plus_plus", "algorithm.beta=0.02", "train.max_staleness=1",
+        ["algorithm.advantage_estimator=reinforce_plus_plus", "algorithm.beta=0.02", "train.max_staleness=3", "train.num_steps=5",
          "algorithm.correction=token_truncate"],
     ],
-    ids=["grpo-2-ranks", "reinforce_plus_plus-staleness-1"],
+    ids=["grpo-2-ranks", "reinforce_plus_plus-staleness-3"],
 )  # fmt: skip
 def test_other_estimators_run_and_the_policy_loads(tiny, tmp_path, options):
     code, output = train(*tiny(tmp_path), *options)
     assert code == 0, output
-    assert len(metrics(tmp_path)) == 3
-    if "train.max_staleness=1" in options:
-        assert max(s["staleness/max"] for s in metrics(tmp_path)) == 1
+    stale = "train.max_staleness=3" in options
+    assert len(metrics(tmp_path)) == (5 if stale else 3)
+    assert max(s["staleness/max"] for s in metrics(tmp_path)) == (3 if stale else 0)
     policy = tmp_path / "policy"
     model = AutoModelForCausalLM.from_pretrained(policy)
     tokenizer = AutoTokenizer.from_pretrained(policy)
