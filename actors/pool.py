@@ -89,7 +89,7 @@ class Pool:
             WorkerError: the first worker that did not come up, with its own error.
         """
         self._serve = serve
-        spawned = [spawn(self.role, next(self._numbers)) for _ in range(self.role.num_workers)]
+        spawned = [spawn(self.role, next(self._numbers), place) for place in range(self.role.num_workers)]
         self._workers.extend(spawned)
         await asyncio.gather(*(self._wait_ready(worker) for worker in spawned))
         self._watching = asyncio.create_task(self._watch())
@@ -266,7 +266,7 @@ class Pool:
         self._report(f"{await with_log(self.role, dead, sentence)}\nIt is replaced and its work redone.")
         last = ""
         for attempt in range(MAX_START_FAILURES):
-            worker = spawn(self.role, next(self._numbers))
+            worker = spawn(self.role, next(self._numbers), dead.place)
             try:
                 await self._wait_ready(worker)
                 if self._serve is not None:

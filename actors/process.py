@@ -16,7 +16,7 @@ MALLOC = {
     "MALLOC_ARENA_MAX": "1",  # an arena of another thread than the first holds 64 MiB at most and maps anew what is larger
     "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for huge pages
 }
-PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "HF_TOKEN_PATH", "TOKENIZERS_PARALLELISM")
+PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "HF_TOKEN_PATH", "TOKENIZERS_PARALLELISM", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def runtime_env(*, name: str, log_dir: Path, threads: int) -> dict[str, object]:

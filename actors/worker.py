@@ -46,6 +46,7 @@ class Role:
     heartbeat_timeout_s: float
     start_timeout_s: float
     log_dir: Path
+    strategies: tuple[Any, ...] = ()  # Ray scheduling strategy of each place; empty: Ray's default
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +70,7 @@ class Worker:
 
     name: str
     handle: Any
+    place: int = 0  # from 0 to num_workers - 1; a replacement takes that of the dead
     node: str = "?"  # address
     node_id: str = ""
     pid: int = 0
@@ -80,17 +82,18 @@ class Worker:
         return f"{self.name} (node {self.node}, pid {self.pid})"
 
 
-def spawn(role: Role, number: int) -> Worker:
-    """Ask Ray for one more actor of a role."""
+def spawn(role: Role, number: int, place: int) -> Worker:
+    """Ask Ray for one more actor of a role, at one of its places."""
     name = f"{role.name}-{number}"
     actor: Any = ray.remote(concurrency_groups={HEARTBEAT: 1})  # pyright: ignore (a group is not among options())
     actor = actor(role.kind).options(
         num_cpus=role.num_cpus,
         num_gpus=role.num_gpus,
         max_restarts=0,
+        scheduling_strategy=role.strategies[place] if role.strategies else None,
         runtime_env=runtime_env(name=name, log_dir=role.log_dir, threads=role.threads),
     )
-    return Worker(name=name, handle=actor.remote(*role.arguments, name))
+    return Worker(name=name, handle=actor.remote(*role.arguments, name), place=place)
 
 
 def call_meanwhile(worker: Worker, function: Callable[[Any], Any]) -> Any:

@@ -85,6 +85,7 @@ def check_rules(config: Config) -> None:
     _check_rollout(config)
     _check_reward(config)
     _check_chaos(config)
+    _check_devices(config)
 
 
 def _get(config: Config, key: str) -> Any:
@@ -124,7 +125,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
         "train.max_staleness", "train.max_refill", "train.sample_table_every", "eval.every", "checkpoint.every",
         "rollout.top_k", "rollout.num_gpus", "rollout.num_cpus",
         "learner.num_cpus", "learner.num_gpus", "reference.num_cpus", "reference.num_gpus", "reward.num_cpus",
-        "reward_model.num_cpus", "reward_model.num_gpus",
+        "reward_model.num_cpus", "reward_model.num_gpus", "cluster.wait_for_nodes_s",
     )),
     ("rollout.top_p", lambda value: 0 < value <= 1, "lie in (0, 1]", "Give 1 to sample from the full distribution."),
     ("algorithm.discount", lambda value: 0 < value <= 1, "lie in (0, 1]", "Give 1 for no discount."),
@@ -276,6 +277,57 @@ def _check_chaos(config: Config) -> None:
             raise ConfigError(f"debug.chaos must strike a role that runs, got {item} without a reward function. Remove it.")
         if fault.endswith("reference") and (config.algorithm.beta == 0 or config.learner.lora.rank > 0):
             raise ConfigError(f"debug.chaos must strike a role that runs, got {item} without a reference worker. Remove it.")
+
+
+def _check_devices(config: Config) -> None:
+    r, learner, cluster = config.rollout, config.learner, config.cluster
+    for name, gpus in (("rollout", r), ("learner", learner), ("reference", config.reference), ("reward_model", config.reward_model)):
+        if gpus.num_gpus > 1 and gpus.num_gpus % 1:
+            raise ConfigError(f"{name}.num_gpus must be whole above 1, got {gpus.num_gpus:g}. A worker shares one GPU at most.")
+    if learner.num_gpus > 1:
+        raise ConfigError(f"learner.num_gpus must be at most 1, got {learner.num_gpus:g}. Raise learner.num_ranks instead.")
+    parallel = [int(r.engine_args.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline")]
+    shards = parallel[0] * parallel[1]
+    if shards > 1 and r.num_gpus != shards:
+        raise ConfigError(
+            f"rollout.num_gpus must be tensor x pipeline parallel ({parallel[0]} x {parallel[1]} = {shards}), got {r.num_gpus:g}. "
+            "Set it so; a CPU engine takes no shards."
+        )
+    if shards == 1 and r.num_gpus > 1:
+        raise ConfigError(
+            f"rollout.num_gpus must be at most 1 for an engine without shards, got {r.num_gpus:g}. Set "
+            f"+rollout.engine_args.tensor_parallel_size={r.num_gpus:g}."
+        )
+    if cluster.network_interface is not None and learner.num_ranks == 1:
+        raise ConfigError(
+            f"cluster.network_interface must go with several learner ranks, got {cluster.network_interface} with one. Remove it."
+        )
+    if cluster.wait_for_nodes_s > 0 and cluster.address == "local":
+        raise ConfigError(
+            f"cluster.wait_for_nodes_s must go with a running cluster, got {cluster.wait_for_nodes_s:g} with a private Ray. Set it to 0."
+        )
+    if cluster.placement == "colocated":
+        _check_colocated(config)
+
+
+def _check_colocated(config: Config) -> None:
+    r, learner = config.rollout, config.learner
+    if r.num_workers != learner.num_ranks:
+        raise ConfigError(
+            f"cluster.placement=colocated must pair engines and learner ranks, got rollout.num_workers={r.num_workers} and "
+            f"learner.num_ranks={learner.num_ranks}. Make them equal."
+        )
+    shared = r.num_gpus + learner.num_gpus
+    if shared > 1 or (r.num_gpus > 0) != (learner.num_gpus > 0):
+        raise ConfigError(
+            f"cluster.placement=colocated must share one GPU per pair, got rollout.num_gpus={r.num_gpus:g} and "
+            f"learner.num_gpus={learner.num_gpus:g}. Give each 0.5."
+        )
+    if shared and r.kv_cache_mib is None and "gpu_memory_utilization" not in r.engine_args:
+        raise ConfigError(
+            "cluster.placement=colocated must bound the engine's memory, got vLLM's choice, which leaves none to the learner. "
+            "Set rollout.kv_cache_mib."
+        )
 
 
 def _check_rollout(config: Config) -> None:

@@ -227,6 +227,10 @@ class CheckpointConfig:
 class ClusterConfig:
     address: str = "local"  # local: a private Ray; auto: the running one; HOST:PORT
     num_cpus: int | None = None  # CPUs of a private Ray; None: all
+    describe: str | None = None  # YAML file of a cluster (`nodes: [{count: 4, cpus: 96, gpus: 8}]`) that the run must fit; None: any
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"  # colocated: engine i shares node and devices with rank i
+    wait_for_nodes_s: float = 0.0  # how long a cluster that scales by itself may take to grow to what the run asks
+    network_interface: str | None = None  # of NCCL and gloo between the learner's ranks, such as eth0; None: their choice
     start_timeout_s: float = 600.0  # until every worker is ready
     heartbeat_timeout_s: float = 120.0  # a worker that gives no sign of life, or makes no progress, for so long is replaced
 

@@ -25,8 +25,9 @@ from configs.load import flat, to_yaml
 from configs.rules import ConfigError, reward_functions
 from configs.schema import Config
 from learner.group import LearnerGroup
+from orchestrator.capacity import needs_reference
 from orchestrator.checkpoint import Checkpoints
-from orchestrator.cluster import connect, needs_reference
+from orchestrator.cluster import Places, connect, reserve
 from orchestrator.evaluate import Evaluator
 from orchestrator.feed import Feed, Scoring
 from orchestrator.metrics import RunLog
@@ -76,7 +77,7 @@ async def run(config: Config, console: Console) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     cloudpickle.register_pickle_by_value(process)  # workers call the hook before they can import our rooms
-    connect(config, process.enter)
+    connect(config, process.enter, functools.partial(console.print, highlight=False, markup=False))
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # after Ray, which sets one that exits at once
@@ -94,7 +95,9 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
     """Make every part, start those with workers together, and leave their end to the stack."""
     log_dir = folder / "logs"
     report = functools.partial(console.print, highlight=False, markup=False)
-    pools = {role.name: Pool(role, report) for role in _roles(config, log_dir)}
+    places = await reserve(config)
+    stack.callback(places.free)
+    pools = {role.name: Pool(role, report) for role in _roles(config, log_dir, places)}
     for pool in pools.values():
         stack.callback(pool.stop)
     rollout = RolloutPool(pools["rollout"], dtype=config.model.dtype, load_timeout_s=config.rollout.timeout_s)
@@ -102,7 +105,9 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
     rewarder = RewardSum([(weight, RewardPool(pools[name])) for name, weight in weights.items() if name in pools])
     reference = ReferencePool(pools["reference"]) if needs_reference(config) else None
     learner = LearnerGroup(
-        config, runtime_env=lambda name: process.runtime_env(name=name, log_dir=log_dir, threads=config.learner.threads)
+        config,
+        runtime_env=lambda name: process.runtime_env(name=name, log_dir=log_dir, threads=config.learner.threads),
+        strategies=places.learner,
     )
     stack.callback(learner.close)
     feed = Feed(
@@ -144,7 +149,7 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
     )
 
 
-def _roles(config: Config, log_dir: Path) -> list[Role]:
+def _roles(config: Config, log_dir: Path, places: Places) -> list[Role]:
     rollout, reward, reference = config.rollout, config.reward, config.reference
     cluster = config.cluster
     started = {
@@ -153,7 +158,8 @@ def _roles(config: Config, log_dir: Path) -> list[Role]:
     roles = [
         Role(
             name="rollout", kind=RolloutWorker, arguments=(config,), num_workers=rollout.num_workers, num_cpus=rollout.num_cpus,
-            num_gpus=rollout.num_gpus, threads=rollout.threads, max_calls=None, timeout_s=rollout.timeout_s, **started,
+            num_gpus=rollout.num_gpus, threads=rollout.threads, max_calls=None, timeout_s=rollout.timeout_s,
+            strategies=places.rollout, **started,
         ),
     ]  # fmt: skip
     if reward_functions(reward):

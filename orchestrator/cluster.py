@@ -1,51 +1,44 @@
-"""Ray: connect to a cluster or start a private one, and refuse what it cannot hold before an actor starts."""
+"""Ray: connect to a cluster or start a private one, refuse what it cannot hold, and reserve places for those who need them together."""
 
-from collections.abc import Callable, Mapping
+import asyncio
+import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.autoscaler.sdk import request_resources
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.rules import ConfigError, reward_functions
+from configs.rules import ConfigError
 from configs.schema import Config
+from orchestrator.capacity import Node, check_capacity, units
+
+POLL_S = 1.0  # between two looks at a cluster that grows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What one role holds of the cluster."""
+class Places:
+    """Where Ray shall put engines and learner ranks: one scheduling strategy each; empty: anywhere."""
 
-    role: str
-    num_workers: int
-    num_cpus: float
-    num_gpus: float
+    group: PlacementGroup | None = None
+    rollout: tuple[Any, ...] = ()
+    learner: tuple[Any, ...] = ()
 
-
-def asks(config: Config) -> list[Ask]:
-    """List what each role of a run holds; the reference only where it runs."""
-    roles: list[tuple[str, int, Any]] = [("rollout", config.rollout.num_workers, config.rollout)]
-    if reward_functions(config.reward):
-        roles.append(("reward", config.reward.num_workers, config.reward))
-    if config.reward_model.path is not None:
-        roles.append(("reward_model", config.reward_model.num_workers, config.reward_model))
-    if needs_reference(config):
-        roles.append(("reference", config.reference.num_workers, config.reference))
-    roles.append(("learner", config.learner.num_ranks, config.learner))
-    return [
-        Ask(role=name, num_workers=num, num_cpus=part.num_cpus, num_gpus=0.0 if name == "reward" else part.num_gpus)
-        for name, num, part in roles
-    ]
+    def free(self) -> None:
+        """Give the places back."""
+        if self.group is not None:
+            remove_placement_group(self.group)
 
 
-def needs_reference(config: Config) -> bool:
-    """Whether a reference worker runs: beta is above 0 and no adapter can be switched off instead."""
-    return config.algorithm.beta > 0 and config.learner.lora.rank == 0
-
-
-def connect(config: Config, worker_hook: Callable[[], None]) -> None:
+def connect(config: Config, worker_hook: Callable[[], None], report: Callable[[str], None] = lambda sentence: None) -> None:
     """Connect to `cluster.address`, or start a private Ray for `local`.
 
     Args:
         worker_hook: what every worker process of this run calls first; it travels by value.
+        report: where to tell people that nodes are waited for.
 
     Raises:
         ConfigError: no cluster answers at the address, or it cannot hold the run.
@@ -53,6 +46,8 @@ def connect(config: Config, worker_hook: Callable[[], None]) -> None:
     cluster = config.cluster
     environment = {"worker_process_setup_hook": worker_hook}
     quiet = {"log_to_driver": False, "logging_level": "ERROR", "runtime_env": environment}
+    if cluster.network_interface is not None:  # workers inherit both: actors/process.py
+        os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = cluster.network_interface
     if cluster.address == "local":
         ray.init(address="local", num_cpus=cluster.num_cpus, include_dashboard=False, **quiet)
     else:
@@ -64,25 +59,62 @@ def connect(config: Config, worker_hook: Callable[[], None]) -> None:
                 f"cluster.address must be a running Ray cluster, got {cluster.address} ({cause}). "
                 "Start one with `ray start --head`, or set cluster.address=local."
             ) from None
-    check_capacity(config, ray.cluster_resources())
+    _wait_for_room(config, report)
 
 
-def check_capacity(config: Config, there: Mapping[str, float]) -> None:
-    """Compare what the roles hold together with what the cluster has.
+def _nodes() -> list[Node]:
+    """List what the living nodes have."""
+    found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Node(num_cpus=has.get("CPU", 0.0), num_gpus=has.get("GPU", 0.0)) for has in found]
+
+
+def _wait_for_room(config: Config, report: Callable[[str], None]) -> None:
+    """Refuse a run that the nodes cannot hold, at once or after cluster.wait_for_nodes_s in which more may come."""
+    wait_s, started, told = config.cluster.wait_for_nodes_s, time.monotonic(), False
+    while True:
+        try:
+            check_capacity(config, _nodes())
+            break
+        except ConfigError as error:
+            if time.monotonic() - started >= wait_s:
+                waited = f" (waited {wait_s:g} s for nodes: cluster.wait_for_nodes_s)" if wait_s else ""
+                raise ConfigError(f"{error}{waited}") from None
+            if not told:
+                report(f"waiting up to {wait_s:g} s for nodes: {error}")
+                request_resources(bundles=[_bundle(ask.num_cpus, ask.num_gpus) for ask in units(config) for _ in range(ask.num_workers)])
+                told = True
+            time.sleep(POLL_S)
+    if told:
+        request_resources(bundles=[])  # what the run's actors hold keeps the nodes from here on
+
+
+async def reserve(config: Config) -> Places:
+    """Reserve places: for pairs of engine and rank that share devices, or for learner ranks close together, ordered by node.
 
     Raises:
-        ConfigError: with the table of what is there and what is asked, by whom.
+        ConfigError: the cluster's free resources do not hold them within cluster.start_timeout_s.
     """
-    asked = asks(config)
-    for resource, attribute in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
-        total = sum(getattr(ask, attribute) * ask.num_workers for ask in asked)
-        have = there.get(resource, 0.0)
-        if total > have + 1e-6:
-            table = ", ".join(
-                f"{ask.role} {ask.num_workers} x {getattr(ask, attribute):g}" for ask in asked if getattr(ask, attribute)
-            )
-            smaller = "num_cpus of the roles (fractions are fine where they take turns)" if resource == "CPU" else "num_gpus"
-            raise ConfigError(
-                f"the run must fit the cluster, got {total:g} {resource} asked ({table}) of {have:g} there. "
-                f"Add nodes, or lower num_workers or {smaller}."
-            )
+    colocated, num = config.cluster.placement == "colocated", config.learner.num_ranks
+    if not colocated and num == 1:
+        return Places()
+    unit = units(config)[0 if colocated else -1]
+    group = placement_group([_bundle(unit.num_cpus, unit.num_gpus)] * num, strategy="PACK")
+    ready = await asyncio.to_thread(group.wait, config.cluster.start_timeout_s)
+    if not ready:
+        free = ray.available_resources()
+        remove_placement_group(group)
+        raise ConfigError(
+            f"{unit.role} must find {num} x {unit.num_cpus:g} CPU + {unit.num_gpus:g} GPU free within "
+            f"{config.cluster.start_timeout_s:g} s, got {free.get('CPU', 0):g} CPU and {free.get('GPU', 0):g} GPU free. "
+            "Wait for other jobs to end, add nodes, or raise cluster.start_timeout_s."
+        )
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    order = sorted(range(num), key=lambda bundle: (node_of[bundle], bundle))  # ranks of a node are neighbours: NCCL's rings
+    strategies = tuple(
+        PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle) for bundle in order
+    )
+    return Places(group=group, rollout=strategies if colocated else (), learner=strategies)
+
+
+def _bundle(num_cpus: float, num_gpus: float) -> dict[str, float]:
+    return {name: num for name, num in (("CPU", num_cpus), ("GPU", num_gpus)) if num > 0}

@@ -151,7 +151,7 @@ def test_functions_and_model_are_summed_and_one_failure_makes_the_sum_invalid():
 
 def test_a_run_has_the_workers_that_its_rewards_need(tmp_path):
     from orchestrator.build import _roles
-    from orchestrator.cluster import asks
+    from orchestrator.capacity import asks
 
     model = RewardModelConfig(path="somewhere", num_workers=3, num_gpus=0.5)
     for reward, part, wanted in (
