@@ -10,6 +10,7 @@ import sys
 
 from configs.load import load, to_yaml
 from configs.rules import ConfigError
+from orchestrator.capacity import check_capacity, described
 
 
 def main() -> None:
@@ -33,6 +34,8 @@ def run_command(arguments: list[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     try:
         config = load(rest)
+        if config.cluster.describe is not None:
+            check_capacity(config, described(config.cluster.describe))
         if options.check:
             print(to_yaml(config), end="")
             return 0

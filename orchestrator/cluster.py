@@ -59,7 +59,7 @@ def connect(config: Config, worker_hook: Callable[[], None], report: Callable[[s
                 f"cluster.address must be a running Ray cluster, got {cluster.address} ({cause}). "
                 "Start one with `ray start --head`, or set cluster.address=local."
             ) from None
-    _wait_for_room(config, report)
+    wait_for_room(config, report)
 
 
 def _nodes() -> list[Node]:
@@ -68,8 +68,12 @@ def _nodes() -> list[Node]:
     return [Node(num_cpus=has.get("CPU", 0.0), num_gpus=has.get("GPU", 0.0)) for has in found]
 
 
-def _wait_for_room(config: Config, report: Callable[[str], None]) -> None:
-    """Refuse a run that the nodes cannot hold, at once or after cluster.wait_for_nodes_s in which more may come."""
+def wait_for_room(config: Config, report: Callable[[str], None]) -> None:
+    """Refuse a run that the nodes cannot hold, at once or after cluster.wait_for_nodes_s in which more may come.
+
+    Raises:
+        ConfigError: the table of what is there and what is asked.
+    """
     wait_s, started, told = config.cluster.wait_for_nodes_s, time.monotonic(), False
     while True:
         try:
@@ -95,10 +99,11 @@ async def reserve(config: Config) -> Places:
         ConfigError: the cluster's free resources do not hold them within cluster.start_timeout_s.
     """
     colocated, num = config.cluster.placement == "colocated", config.learner.num_ranks
-    if not colocated and num == 1:
-        return Places()
     unit = units(config)[0 if colocated else -1]
-    group = placement_group([_bundle(unit.num_cpus, unit.num_gpus)] * num, strategy="PACK")
+    bundle = _bundle(unit.num_cpus, unit.num_gpus)
+    if not bundle or (not colocated and num == 1):
+        return Places()
+    group = placement_group([bundle] * num, strategy="PACK")
     ready = await asyncio.to_thread(group.wait, config.cluster.start_timeout_s)
     if not ready:
         free = ray.available_resources()
@@ -109,9 +114,9 @@ async def reserve(config: Config) -> Places:
             "Wait for other jobs to end, add nodes, or raise cluster.start_timeout_s."
         )
     node_of = placement_group_table(group)["bundles_to_node_id"]
-    order = sorted(range(num), key=lambda bundle: (node_of[bundle], bundle))  # ranks of a node are neighbours: NCCL's rings
+    order = sorted(range(num), key=lambda index: (node_of[index], index))  # ranks of a node are neighbours: NCCL's rings
     strategies = tuple(
-        PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle) for bundle in order
+        PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index) for index in order
     )
     return Places(group=group, rollout=strategies if colocated else (), learner=strategies)
 
