@@ -152,6 +152,7 @@ def test_functions_and_model_are_summed_and_one_failure_makes_the_sum_invalid():
 def test_a_run_has_the_workers_that_its_rewards_need(tmp_path):
     from orchestrator.build import _roles
     from orchestrator.capacity import asks
+    from orchestrator.cluster import Places
 
     model = RewardModelConfig(path="somewhere", num_workers=3, num_gpus=0.5)
     for reward, part, wanted in (
@@ -160,7 +161,7 @@ def test_a_run_has_the_workers_that_its_rewards_need(tmp_path):
         (RewardConfig(num_workers=2), model, {"reward": 2, "reward_model": 3}),
     ):
         made = Config(reward=reward, reward_model=part)
-        roles = {role.name: role.num_workers for role in _roles(made, tmp_path)}
+        roles = {role.name: role.num_workers for role in _roles(made, tmp_path, Places())}
         assert roles == {"rollout": 1, "reference": 1} | wanted
         assert {ask.role: ask.num_workers for ask in asks(made)} == roles | {"learner": 1}
         assert {ask.num_gpus for ask in asks(made) if ask.role == "reward_model"} <= {0.5}
