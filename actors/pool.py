@@ -66,8 +66,8 @@ class Pool:
         self._report = report
         self._numbers = itertools.count()
         self._workers: list[Worker] = []
-        self._waiting: list[Call] = []  # for a worker
-        self._changed = asyncio.Condition()
+        self._waiting: dict[Call, asyncio.Future[Worker]] = {}  # for a worker with room, oldest first
+        self._suspects: dict[Call, asyncio.Future[Worker]] = {}  # for a worker of their own
         self._serve: Serve | None = None
         self._watching: asyncio.Task[None] | None = None
         self._replacing: set[asyncio.Task[None]] = set()
@@ -94,7 +94,7 @@ class Pool:
         await asyncio.gather(*(self._wait_ready(worker) for worker in spawned))
         self._watching = asyncio.create_task(self._watch())
 
-    async def call(self, method: str, *args: Any, about: str = "", num_returns: int = 1) -> list[Any]:
+    async def call(self, method: str, *args: Any, about: str = "", num_returns: int = 1) -> tuple[list[Any], Any]:
         """Call a method on the least loaded worker; redo it elsewhere when that worker dies.
 
         Args:
@@ -104,7 +104,7 @@ class Pool:
             num_returns: objects that the method returns.
 
         Returns:
-            `num_returns` object refs, owned by this process, of which the last one is known to be ready.
+            Refs of all objects but the last, owned by this process, and the last one's value.
 
         Raises:
             PoisonError: the call took its workers down.
@@ -117,9 +117,10 @@ class Pool:
             try:
                 refs = getattr(worker.handle, method).options(num_returns=num_returns).remote(*args)
                 refs = refs if isinstance(refs, list) else [refs]
-                await asyncio.wait_for(value(refs[-1]), self.role.timeout_s)
+                async with asyncio.timeout(self.role.timeout_s):
+                    last = await refs[-1]
                 self._fruitless = 0
-                return refs
+                return refs[:-1], last
             except (TimeoutError, RayError, EngineError) as error:
                 if is_lost(error):
                     raise DataLost(f"{call} must find what it works on, got an object that was lost with its node") from error
@@ -132,7 +133,7 @@ class Pool:
                     raise PoisonError(f"{call} must leave its workers alive, got {call.deaths} dead. Last: {sentence}") from error
                 self.counters.retried += 1
             finally:
-                await self._release(worker, call)
+                self._release(worker, call)
             await asyncio.sleep(BACK_OFF_S * 2 ** min(call.deaths, 4))
 
     async def on(self, worker: Worker, method: str, *args: Any, about: str = "", timeout_s: float | None = None) -> Any:
@@ -140,16 +141,15 @@ class Pool:
         call = Call(method, about, time.monotonic())
         worker.calls.append(call)
         try:
-            return await asyncio.wait_for(
-                value(getattr(worker.handle, method).remote(*args)), timeout_s or self.role.timeout_s
-            )
+            async with asyncio.timeout(timeout_s or self.role.timeout_s):
+                return await getattr(worker.handle, method).remote(*args)
         except (TimeoutError, RayError, EngineError) as error:
             sentence = self._explain(worker, str(call), error, timeout_s)
             if is_death(error):
                 self._bury(worker, sentence, () if isinstance(error, TimeoutError) else worker.calls)
             raise WorkerError(await with_log(self.role, worker, sentence)) from error
         finally:
-            await self._release(worker, call)
+            self._release(worker, call)
 
     async def serving(self) -> None:
         """Wait until a worker serves.
@@ -157,11 +157,8 @@ class Pool:
         Raises:
             WorkerError: none can be had any more.
         """
-        async with self._changed:
-            while not self.workers:
-                if self._fatal is not None:
-                    raise self._fatal
-                await self._changed.wait()
+        call = Call("a sign that somebody serves", "", time.monotonic())
+        self._release(await self._acquire(call), call)
 
     def status(self) -> dict[str, Any]:
         """Say who serves, and what supervision had to do."""
@@ -181,7 +178,7 @@ class Pool:
         """Say what is waited for: workers to finish their calls, and calls for a worker."""
         now, limit = time.monotonic(), self.role.timeout_s
         given = [(f"{worker} to finish {call}", call) for worker in self.workers for call in worker.calls]
-        queued = [(f"a {self.role.name} worker with room for {call}", call) for call in self._waiting]
+        queued = [(f"a {self.role.name} worker with room for {call}", call) for call in (*self._suspects, *self._waiting)]
         return [Wait(what=what, since_s=round(now - call.since, 1), deadline_s=limit) for what, call in given + queued]
 
     def stop(self) -> None:
@@ -205,38 +202,65 @@ class Pool:
     async def _acquire(self, call: Call) -> Worker:
         """Wait for a worker with room; a suspect waits until it has one for itself."""
         call.since = time.monotonic()
-        self._waiting.append(call)
+        if (worker := self._grant(call)) is not None:
+            return worker
+        if self._fatal is not None and not self.workers:
+            raise self._fatal
+        queue = self._suspects if call.suspect else self._waiting
+        granted = queue[call] = asyncio.get_running_loop().create_future()
         try:
-            async with self._changed:
-                while True:
-                    worker = self._roomiest(call)
-                    if worker is not None and not (call.suspect and worker.calls):
-                        call.since = time.monotonic()
-                        worker.calls.append(call)
-                        return worker
-                    if self._fatal is not None and not self.workers:
-                        raise self._fatal
-                    await self._changed.wait()
+            return await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled() and granted.exception() is None:  # granted in the same turn
+                self._release(granted.result(), call)
+            raise
         finally:
-            self._waiting.remove(call)
+            queue.pop(call, None)
             for worker in self._workers:
                 if worker.reserved is call and call not in worker.calls:  # cancelled
                     worker.reserved = None
 
-    def _roomiest(self, call: Call) -> Worker | None:
-        limit = None if call.suspect else self.role.max_calls
-        free = [w for w in self.workers if w.reserved is None and (limit is None or len(w.calls) < limit)]
-        mine = [w for w in self.workers if w.reserved is call]
-        worker = min(mine or free, key=lambda w: len(w.calls), default=None)
-        if worker is not None and call.suspect:
-            worker.reserved = call
-        return worker
+    def _grant(self, call: Call) -> Worker | None:
+        """Give a call the least loaded worker that has room for it."""
+        limit = self.role.max_calls
+        best: Worker | None = None
+        for worker in self._workers:
+            if worker.reserved is call:
+                best = worker
+                break
+            if worker.dead or worker.reserved is not None or not (limit is None or call.suspect or len(worker.calls) < limit):
+                continue
+            if best is None or len(worker.calls) < len(best.calls):
+                best = worker
+        if best is None:
+            return None
+        if call.suspect:
+            best.reserved = call
+            if best.calls:  # it has this one for itself once they are done
+                return None
+        call.since = time.monotonic()
+        best.calls.append(call)
+        return best
 
-    async def _release(self, worker: Worker, call: Call) -> None:
+    def _settle(self) -> None:
+        """Serve who waits, oldest first, after something changed."""
+        for call, granted in list(self._suspects.items()):
+            if not granted.done() and (worker := self._grant(call)) is not None:
+                granted.set_result(worker)
+        while self._waiting:
+            call, granted = next(iter(self._waiting.items()))
+            if not granted.done():
+                worker = self._grant(call)
+                if worker is None:
+                    return
+                granted.set_result(worker)
+            del self._waiting[call]
+
+    def _release(self, worker: Worker, call: Call) -> None:
         worker.calls.remove(call)
         if worker.reserved is call:
             worker.reserved = None
-        await self._notify()
+        self._settle()
 
     def _bury(self, worker: Worker, sentence: str, on_board: Collection[Call]) -> None:
         """Kill a worker, judge what was on board, and replace it. Only the first to notice a death is heard."""
@@ -279,19 +303,21 @@ class Pool:
                 continue
             self._workers.append(worker)
             self.counters.replaced += 1
-            await self._notify()
+            self._settle()
             return
         sentence = f"A {self.role.name} worker must be replaced, got {MAX_START_FAILURES} failures. Last: {last}"
         if self.workers:
             self._report(f"{sentence}\nThe run goes on with {len(self.workers)} of {self.role.num_workers}.")
         else:
             self._give_up(sentence)
-            await self._notify()
 
     def _give_up(self, sentence: str) -> None:
         """Let everyone who needs a worker hear that there is none any more."""
         self._fatal = WorkerError(sentence)
         self._kill_all()
+        for granted in (*self._suspects.values(), *self._waiting.values()):
+            if not granted.done():
+                granted.set_exception(self._fatal)
 
     def _kill_all(self) -> None:
         for worker in self._workers:
@@ -313,11 +339,7 @@ class Pool:
                 raise EngineError(f"EngineError: no progress for {stalled_s:.0f} s in a process that lives")
         except (TimeoutError, RayError, EngineError) as error:
             self._bury(worker, self._explain(worker, "its heartbeat", error, limit), worker.calls)
-            await self._notify()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+            self._settle()
 
     def _explain(self, worker: Worker, what: str, error: BaseException, timeout_s: float | None = None) -> str:
         return explain(self.role, worker, what, error, timeout_s or self.role.timeout_s)

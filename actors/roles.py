@@ -41,8 +41,8 @@ class RolloutPool:
 
     async def generate(self, draw: Draw, sampling: Sampling) -> tuple[Ref, GroupFacts]:
         """Sample one group on the least loaded engine."""
-        group_ref, facts_ref = await self._pool.call("generate", draw, sampling, about=describe(draw), num_returns=2)
-        return group_ref, await facts_ref
+        (group_ref,), facts = await self._pool.call("generate", draw, sampling, about=describe(draw), num_returns=2)
+        return group_ref, facts
 
     async def load(self, publication: Publication) -> Sequence[EngineReport]:
         """Load a weight version into every engine while the learner is still publishing it.
@@ -107,7 +107,7 @@ class ReferencePool:
 
     async def logprobs(self, draw: Draw, group_ref: Ref) -> Ref:
         """Score a group on the least loaded worker; the ref leads to its K arrays."""
-        arrays_ref, _ = await self._pool.call("logprobs", group_ref, about=describe(draw), num_returns=2)
+        (arrays_ref,), _ = await self._pool.call("logprobs", group_ref, about=describe(draw), num_returns=2)
         return arrays_ref
 
 
@@ -124,8 +124,8 @@ class RewardPool:
     async def score(self, draw: Draw, group_ref: Ref, num_samples: int) -> tuple[Reward, ...]:
         """Score a group; a function that takes its process down or never returns makes the group's rewards invalid."""
         try:
-            (ref,) = await self._pool.call("score", group_ref, about=describe(draw))
-            return await ref
+            _, rewards = await self._pool.call("score", group_ref, about=describe(draw))
+            return rewards
         except PoisonError as error:
             return tuple(
                 Reward(value=float("nan"), cause="timeout", parts={}, detail=str(error)) for _ in range(num_samples)

@@ -132,6 +132,8 @@ class Feed:
         self._flights: dict[int, _Flight] = {}  # by draw number
         self._taken: set[int] = set()
         self._last_cause = ""
+        self._arrived: list[int] = []  # flights that landed since take() looked
+        self._landing = asyncio.Event()
 
     @property
     def in_flight(self) -> int:
@@ -168,14 +170,21 @@ class Feed:
         Raises:
             FeedError: as many groups were dropped as a step wants.
         """
-        dropped, refilled, seen = 0, 0, set[int]()
+        dropped, refilled, landed = 0, 0, set[int]()
+        arrived = list(self._flights)
         while True:
-            for number in [n for n, flight in self._flights.items() if flight.task.done() and n not in seen]:
-                seen.add(number)
+            self._arrived.clear()
+            self._landing.clear()
+            for number in arrived:
+                flight = self._flights.get(number)
+                if flight is None or not flight.task.done() or number in landed:
+                    continue
                 if self._drop_invalid(number):
                     dropped += 1
-                elif self._max_refill and not self._has_signal(self._flights[number].task.result()):
-                    self._flights[number].dull = True
+                    continue
+                landed.add(number)
+                if self._max_refill and not self._has_signal(flight.task.result()):
+                    flight.dull = True
                     if refilled < self._max_refill:
                         refilled += 1
                         self._start()
@@ -184,14 +193,14 @@ class Feed:
                     f"groups must be generated and have at least {MIN_VALID} valid rewards, got {dropped} dropped in one step. "
                     f"Last cause: {self._last_cause}"
                 )
-            chosen, filtered = self._choose(refilled)
+            chosen, filtered = self._choose(refilled) if len(landed) >= self._num else ([], [])
             if len(chosen) == self._num:
                 for number in filtered:
                     del self._flights[number]
                 self.ledger.filtered += len(filtered)
                 return [self._hand_out(number) for number in chosen]
-            waiting = [flight.task for flight in self._flights.values() if not flight.task.done()]
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            await self._landing.wait()
+            arrived = list(self._arrived)
 
     def commit(self, groups: list[ScoredGroup]) -> None:
         """Count groups as trained, and check the ledger."""
@@ -252,13 +261,20 @@ class Feed:
 
     def _launch(self, draw: Draw) -> None:
         task = asyncio.create_task(self._score(draw))
+        task.add_done_callback(lambda _, number=draw.number: self._land(number))
         self._flights[draw.number] = _Flight(self._version, task, draw.prompt.id, time.monotonic())
+
+    def _land(self, number: int) -> None:
+        self._arrived.append(number)
+        self._landing.set()
 
     def _choose(self, refilled: int) -> tuple[list[int], list[int]]:
         """Pick P finished groups in draw order, and the groups without signal whose places were taken.
 
         The oldest go first, those with signal before the others. Nothing is picked while that would let another group grow too old.
         """
+        if any(f.started_version + self._staleness <= self._version for f in self._flights.values() if not f.task.done()):
+            return [], []
         done = sorted((f.started_version, n) for n, f in self._flights.items() if f.task.done())
         bright = [n for _, n in done if not self._flights[n].dull]
         dull = [n for _, n in done if self._flights[n].dull]
