@@ -87,8 +87,8 @@ def work(pool: Pool, *markers: str):
     async def run():
         async with asyncio.timeout(90):
             await pool.start(serve=lambda worker: serve(pool, worker))
-            refs = await asyncio.gather(*(pool.call("work", marker) for marker in markers), return_exceptions=True)
-            values = [ref if isinstance(ref, BaseException) else await ref[0] for ref in refs]
+            results = await asyncio.gather(*(pool.call("work", marker) for marker in markers), return_exceptions=True)
+            values = [result if isinstance(result, BaseException) else result[1] for result in results]
             while pool._replacing:
                 await asyncio.sleep(0.05)
             return values
