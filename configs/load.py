@@ -7,7 +7,7 @@ so that the printed configuration says what will run.
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ def load(arguments: Sequence[str]) -> Config:
     assert isinstance(config, Config)
     config = resolve(config)
     check_rules(config)
+    for key in config.train.resume_allow:
+        _check_key(key, "train.resume_allow")
     return config
 
 
@@ -57,6 +59,27 @@ def to_yaml(config: Config) -> str:
 def flat(config: Config) -> dict[str, Any]:
     """List a configuration as dotted keys and values; an engine's own arguments stay one value."""
     return dict(_leaves(dataclasses.asdict(config)))
+
+
+def from_flat(values: Mapping[str, Any]) -> Config:
+    """Read back what `flat` listed.
+
+    Raises:
+        ConfigError: it is of another version of the schema.
+    """
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        section = nested
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), nested))
+    except OmegaConfBaseException as error:
+        raise _sentence(error) from None
+    assert isinstance(config, Config)
+    return config
 
 
 def known_keys() -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from configs.schema import Config, LearnerConfig
 from learner.logprobs import TokenLogprobs
 from learner.packing import MicroBatch
+from learner.shards import Shards
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -198,20 +198,10 @@ class Engine:
         tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def save(self, folder: Path) -> None:
-        """Write masters, moments and counters, each rank its own share."""
-        self._engine.save_checkpoint(
-            str(folder), tag="engine", client_state={"updates": self.updates}, save_latest=False
-        )
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote, with as many ranks and at the same stage; exact to the bit."""
-        path, client_state = self._engine.load_checkpoint(str(folder), tag="engine")
-        if path is None:
-            raise FileNotFoundError(
-                f"A learner checkpoint must lie in {folder}, got none. Give the folder of a finished one."
-            )
-        self.updates = client_state["updates"]
+    def shards(self) -> Shards:
+        """Return what this rank holds of what training changes."""
+        named = [(name, p) for name, p in self.module.model.named_parameters() if p.requires_grad]
+        return Shards(named, self._engine.optimizer, self.stage, dist.get_rank())
 
     def _stage_0_norm(self) -> float:
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]

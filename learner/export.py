@@ -2,48 +2,64 @@
 
 import os
 import shutil
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from learner.deepspeed_engine import Engine
+from configs.schema import Config
+from learner.checkpoint import read_weights
+from learner.policy import load_policy
 from learner.weights import list_weights, merged
 
 ADAPTER = "adapter"  # subfolder of the exported model that holds peft's own adapter
 
 
-def export(engine: Engine, source: str, folder: Path, dtype: torch.dtype, is_writer: bool) -> None:
+Gathered = Callable[[Sequence[nn.Parameter]], AbstractContextManager[None]]  # holds parameters whole; under ZeRO-3 on every rank
+
+
+def export(policy: nn.Module, config: Config, folder: Path, *, gathered: Gathered, writes: bool) -> None:
     """Write the (merged) model, its configuration and its tokenizer; with LoRA also the adapter alone.
 
     Every rank calls it: under ZeRO-3 they gather together. One of them writes, beside the folder first, then in its place,
     so that the folder is never half written.
 
     Args:
-        engine: holds the masters.
-        source: folder or hub name that the policy came from; tokenizer and generation settings are its.
+        policy: holds the masters.
+        config: resolved; tokenizer and generation settings are those of `model.path`, weights are written in `model.dtype`.
         folder: where to write; replaced if it exists.
-        dtype: of the written weights.
-        is_writer: whether this rank writes.
+        gathered: holds some of the policy's parameters whole.
+        writes: whether this rank writes.
     """
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
     state: dict[str, torch.Tensor] = {}
-    for weight in list_weights(engine.module.model):
-        with engine.gathered(weight.needed), torch.no_grad(), merged(weight) as tensor:
-            if is_writer:
+    for weight in list_weights(policy):
+        with gathered(weight.needed), torch.no_grad(), merged(weight) as tensor:
+            if writes:
                 state[weight.name] = tensor.detach().to("cpu", dtype, copy=True)
-    adapter = _adapter_state(engine)
-    if not is_writer:
+    adapter = _adapter_state(policy, gathered)
+    if not writes:
         return
     folder = folder.absolute()
     beside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    model = engine.module.causal_lm
+    model = policy if isinstance(policy, PreTrainedModel) else policy.get_base_model()  # pyright: ignore (peft's)
     _write_model(model, state, beside, dtype)
-    _copy_tokenizer(source, beside)
+    _copy_tokenizer(config.model.path, beside)
     if adapter:
-        engine.module.model.save_pretrained(str(beside / ADAPTER), state_dict=adapter)  # pyright: ignore
+        policy.save_pretrained(str(beside / ADAPTER), state_dict=adapter)  # pyright: ignore (peft's)
     _put_in_place(beside, folder)
+
+
+def export_checkpoint(config: Config, checkpoint: Path, folder: Path) -> None:
+    """Write the policy of a checkpoint's learner folder, in this process alone."""
+    policy = load_policy(config)
+    read_weights(checkpoint, [(name, param) for name, param in policy.named_parameters() if param.requires_grad])
+    export(policy, config, folder, gathered=lambda params: nullcontext(), writes=True)
 
 
 def _write_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:
@@ -67,11 +83,11 @@ def _write_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder:
     twin.save_pretrained(str(folder))
 
 
-def _adapter_state(engine: Engine) -> dict[str, torch.Tensor]:
+def _adapter_state(policy: nn.Module, gathered: Gathered) -> dict[str, torch.Tensor]:
     found = {}
-    for name, param in engine.module.model.named_parameters():
+    for name, param in policy.named_parameters():
         if ".lora_" in name:
-            with engine.gathered([param]):
+            with gathered([param]):
                 found[name] = param.detach().to("cpu", copy=True)
     return found
 

@@ -195,7 +195,7 @@ class LearnerGroup:
         await self.gather("save", {r: a.save.remote(folder) for r, a in enumerate(self._actors)})
 
     async def load(self, folder: Path) -> None:
-        """Read a checkpoint, with as many ranks and at the same ZeRO stage."""
+        """Read a checkpoint, written by any number of ranks at any ZeRO stage."""
         await self.gather("load", {r: a.load.remote(folder) for r, a in enumerate(self._actors)})
 
     def close(self) -> None:

@@ -8,16 +8,18 @@ import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xxhash
 from torch import nn
 
-from learner.deepspeed_engine import Engine
 from learner.packing import MicroBatch, build_tree, micro_batch
 from orchestrator.types import Published, TensorMeta, WeightBucket, WeightVersion
+
+if TYPE_CHECKING:  # an export needs no deepspeed
+    from learner.deepspeed_engine import Engine
 
 BUCKET_BYTES = 96 << 20
 ALIGNMENT = 64
@@ -46,7 +48,7 @@ class Weight:
 class Publisher:
     """Cuts the weights into buckets, the same ones at every publication and on every rank."""
 
-    def __init__(self, engine: Engine, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, engine: "Engine", dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._engine = engine
         self._dtype = dtype
         self.weights = list_weights(engine.module.model)

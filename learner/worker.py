@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
-from configs.schema import Config, LoraConfig
+from configs.schema import Config
 from learner import checkpoint
 from learner.deepspeed_engine import Engine, form_group, join
 from learner.errors import LESS_MEMORY, LearnerError, is_out_of_memory
 from learner.export import export
-from learner.logprobs import TokenLogprobs, load_model
+from learner.logprobs import TokenLogprobs
+from learner.policy import load_policy
 from learner.update import Updater
 from learner.weights import Publisher
 from orchestrator.types import Published, ScoredGroup, StepMetrics, WeightBucket
@@ -66,8 +65,7 @@ class LearnerWorker:
                 join(self._rank, learner.num_ranks, host, port, learner.timeout_s)
             device = form_group(self._rank, learner.num_ranks, learner.timeout_s)
             torch.manual_seed(config.train.seed)  # an adapter starts alike on every rank
-            model = load_model(config.model.path, dtype=torch.float32, trust_remote_code=config.model.trust_remote_code)
-            policy = with_adapter(model, learner.lora)
+            policy = load_policy(config)
             if learner.zero_stage < 3:  # at stage 3 the engine moves shards only
                 policy.to(device)
             module = TokenLogprobs(
@@ -107,12 +105,12 @@ class LearnerWorker:
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder; rank 0 writes."""
         with self._explained("export"):
-            export(self._engine, self._config.model.path, folder, self._dtype, self._rank == 0)
+            export(self._engine.module.model, self._config, folder, gathered=self._engine.gathered, writes=self._rank == 0)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint, each rank its part."""
         with self._explained("checkpoint"):
-            checkpoint.save(self._updater, folder, self._rank)
+            checkpoint.save(self._updater, folder, self._rank, self._config.learner.num_ranks)
 
     def load(self, folder: Path) -> None:
         """Read a checkpoint."""
@@ -131,26 +129,6 @@ class LearnerWorker:
                 f"The learner's {doing} must fit into the memory of rank {self._rank} on {socket.gethostname()}, "
                 f"got: {what} {LESS_MEMORY}"
             ) from error
-
-
-def with_adapter(model: PreTrainedModel, lora: LoraConfig) -> nn.Module:
-    """Put a LoRA adapter into the model; only it is trained. A LoRA rank of 0 leaves the model as it is."""
-    if lora.rank == 0:
-        return model
-    from peft import LoraConfig as PeftConfig
-    from peft import get_peft_model
-
-    targets = lora.targets if lora.targets == "all-linear" else [name.strip() for name in lora.targets.split(",")]
-    settings = PeftConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # pyright: ignore (peft scales by any number)
-        target_modules=targets,
-        lora_dropout=0.0,  # old and new logprobs must be of one policy
-        use_dora=lora.dora,
-        use_rslora=lora.rslora,
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(model, settings)
 
 
 def _own_address() -> str:

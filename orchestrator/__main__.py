@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from configs.rules import ConfigError
+from orchestrator.commands.export import export
 from orchestrator.commands.train import train
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
+    "export": export,
 }
 
 

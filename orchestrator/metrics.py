@@ -93,7 +93,7 @@ class RunLog:
         self._warned: set[str] = set()
         self._progress.start()
 
-    def begin(self, done: int, passed_over: Sequence[Path]) -> None:
+    def begin(self, done: int, notes: Sequence[str]) -> None:
         """Open the records after `done` steps; lines of steps that a crash undid are dropped."""
         for path in (self._path, self._trained):
             kept = []
@@ -105,8 +105,8 @@ class RunLog:
         self._progress.update(self._task, completed=done)
         if done:
             self._console.print(f"resumed after step {done}", highlight=False)
-        for path in passed_over:
-            self._console.print(f"[yellow]passed over an unfinished checkpoint:[/] {path}", highlight=False)
+        for note in notes:
+            self._console.print(note, style="yellow", highlight=False, markup=False)
 
     async def step(self, step: int, metrics: StepMetrics, groups: Sequence[ScoredGroup]) -> None:
         """Record one step and what it trained; every few steps show some samples."""

@@ -4,7 +4,6 @@ Row faults are listed with their line numbers before anything starts. The n-th d
 that a run resumes where it stood by remembering how many prompts it drew.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,14 +40,6 @@ class PromptStream:
             self._epoch = epoch
             self._order = np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
         return Draw(number=number, prompt=self._prompts[self._order[place]])
-
-
-def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Digest ids and tokens of a dataset, in order."""
-    hasher = hashlib.sha256()
-    for prompt in prompts:
-        hasher.update(repr((prompt.id, prompt.token_ids)).encode())
-    return hasher.hexdigest()
 
 
 def read_prompts(path: str, key: str, config: Config, tokenizer: Tokenizer) -> list[Prompt]:

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import Config
-from orchestrator.checkpoint import Checkpoints
+from orchestrator.checkpoint import LEARNER, RunState
 from orchestrator.evaluate import Evaluator
 from orchestrator.feed import MAX_LOSSES, Feed
 from orchestrator.metrics import Clock, RunLog, group_metrics, sync_metrics
 from orchestrator.ports import GroupsLost, Learner, Rollout
+from orchestrator.resume import ResumeError, Start
+from orchestrator.saver import Saver
 from orchestrator.status import Status
 from orchestrator.types import ScoredGroup, StepMetrics, WeightVersion
 
@@ -24,17 +26,19 @@ class Parts:
     evaluator: Evaluator
     log: RunLog
     status: Status
-    checkpoints: Checkpoints
+    saver: Saver
+    start: Start  # where the run begins
     chaos: Callable[[int], None]  # faults on purpose, by step
 
 
 async def train(config: Config, parts: Parts) -> None:
     """Train for `train.num_steps` steps, evaluate before, during and after, and export the final policy."""
     feed, log, status = parts.feed, parts.log, parts.status
-    done = await resume(config, parts)
+    done, evaluated = await restore(parts)
     version, _ = await sync_weights(parts, steps=done)
-    if done == 0:
-        await evaluate(config, parts, step=0)
+    check_resumed(config, parts.start, version)
+    if not evaluated:
+        await evaluate(config, parts, step=done)
     for step in range(done + 1, config.train.num_steps + 1):
         clock = Clock(lambda part, step=step: status.enter(part, step))
         feed.refill(version.steps)
@@ -46,10 +50,10 @@ async def train(config: Config, parts: Parts) -> None:
         sampled = group_metrics(groups, version=step - 1)
         counted = {**feed.metrics(), **status.metrics()}
         await log.step(step, {**sampled, **learned, **synced, **counted, **clock.metrics()}, groups)
-        if parts.checkpoints.due(step, config.train.num_steps):
-            status.enter("checkpoint", step)
-            await parts.checkpoints.save(step, version, parts.learner, feed.state())
         await evaluate(config, parts, step=step)
+        if parts.saver.due(step, config.train.num_steps):
+            status.enter("checkpoint", step)
+            await parts.saver.save(RunState(step=step, digest=version.digest, evaluated=True, feed=feed.state()), parts.learner)
     status.enter("export", config.train.num_steps)
     await parts.learner.export(Path(config.train.output_dir) / "policy")
 
@@ -70,16 +74,25 @@ async def take_and_learn(parts: Parts, clock: Clock) -> tuple[list[ScoredGroup],
             parts.feed.redo(groups, error.draws)
 
 
-async def resume(config: Config, parts: Parts) -> int:
-    """Go on from a checkpoint where the configuration asks for it; returns the steps that are done."""
-    state = parts.checkpoints.find(config.train.resume, config.train.resume_allow)
-    parts.log.begin(state.step if state else 0, parts.checkpoints.incomplete())
-    if state is None:
-        return 0
+async def restore(parts: Parts) -> tuple[int, bool]:
+    """Go to where the run begins; returns the steps that are done, and whether the last one's evaluation is."""
+    folder, state = parts.start.folder, parts.start.state
+    parts.log.begin(state.step if state else 0, parts.start.notes)
+    if folder is None or state is None:
+        return 0, False
     parts.status.enter("resume", state.step)
-    await parts.learner.load(state.folder / "learner")
+    await parts.learner.load(folder / LEARNER)
     parts.feed.restore(state.feed)
-    return state.step
+    return state.step, state.evaluated
+
+
+def check_resumed(config: Config, start: Start, version: WeightVersion) -> None:
+    """Compare the weights that the engines serve now with those that were saved."""
+    if start.state is not None and not config.train.resume_allow and version.digest != start.state.digest:
+        raise ResumeError(
+            f"a resumed run must go on with the weights that were saved, got digest {version.digest} instead of {start.state.digest} from "
+            f"{start.folder}. Check that model.path and model.dtype are as they were."
+        )
 
 
 async def sync_weights(parts: Parts, *, steps: int) -> tuple[WeightVersion, StepMetrics]:

@@ -1,11 +1,13 @@
-"""kill -9 of the driver, resume: the same weights bit for bit, the same metrics, no orphan."""
+"""kill -9 of the driver, resume: the same weights bit for bit, the same metrics, no orphan; and what the checkpoints are good for."""
 
 import os
 import signal
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
+from orchestrator.__main__ import run_command
 from tests.e2e.cli import metrics, processes_with, start, train, wait_for
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
@@ -34,3 +36,7 @@ def test_kill_9_and_resume_equals_an_undisturbed_run(tiny, tmp_path):
     weights = [load_file(folder / "policy" / "model.safetensors") for folder in (whole, killed)]
     assert weights[0].keys() == weights[1].keys()
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+    assert run_command(["export", str(killed), "--output", str(tmp_path / "exported")]) == 0
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert exported.keys() == weights[0].keys() and all((exported[name] == weights[0][name]).all() for name in exported)
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported")("1+1=") == AutoTokenizer.from_pretrained(whole / "policy")("1+1=")

@@ -11,12 +11,13 @@ from rich.console import Console
 
 from configs.load import flat, load
 from configs.schema import Config
-from orchestrator.checkpoint import Checkpoints
 from orchestrator.evaluate import Evaluator
 from orchestrator.feed import Feed, FeedError, Ledger, Scoring
 from orchestrator.metrics import RunLog
 from orchestrator.ports import DataLost, GroupsLost, Wait
 from orchestrator.prompts import PromptStream
+from orchestrator.resume import find
+from orchestrator.saver import Saver
 from orchestrator.status import Status
 from orchestrator.train import Parts, train
 from orchestrator.types import Draw, Reward, Sampling, ScoredGroup
@@ -29,6 +30,9 @@ class _Writer:
 
     def close(self) -> None:
         pass
+
+
+ORIGIN = {"model": "bandit", "tokenizer": "none", "prompts": "six"}
 
 
 def make(folder: Path, *overrides: str) -> Config:
@@ -64,9 +68,9 @@ async def run(config: Config, folder: Path, *, rollout=None, rewarder=None, lear
         console=Console(quiet=True),
     )
     evaluator = Evaluator(rollout, rewarder, prompts(), temperatures={"sampled": 1.0}, seed=0)
-    checkpoints = Checkpoints(
-        folder, config=flat(config), data="rows", every=config.checkpoint.every, keep_last=config.checkpoint.keep_last
-    )
+    beside = {"config": flat(config), "origin": ORIGIN}
+    saver = Saver(folder, beside=beside, every=config.checkpoint.every, keep_last=config.checkpoint.keep_last)
+    start = find(folder, config.train.resume, config.train.resume_allow, **beside)
     parts = Parts(
         rollout=rollout,
         learner=learner,
@@ -74,7 +78,8 @@ async def run(config: Config, folder: Path, *, rollout=None, rewarder=None, lear
         evaluator=evaluator,
         log=log,
         status=Status(folder, {"feed": feed}, report=lambda sentence: None),
-        checkpoints=checkpoints,
+        saver=saver,
+        start=start,
         chaos=lambda step: None,
     )
     try:

@@ -2,16 +2,17 @@
 
 import asyncio
 import json
-import shutil
+from pathlib import Path
 
 import pytest
 
 from configs.rules import ConfigError
-from orchestrator.checkpoint import Checkpoints
+from orchestrator.checkpoint import RunState, chosen, fault_of, folder_of
 from orchestrator.feed import FeedState
-from orchestrator.types import WeightVersion
+from orchestrator.resume import BEGINNING, Start, find
+from orchestrator.saver import Saver
 from tests.orchestrator.fakes import FakeLearner, FakeRewarder
-from tests.orchestrator.test_loop import lines, make, run
+from tests.orchestrator.test_loop import ORIGIN, lines, make, run
 
 
 class Crash(RuntimeError):
@@ -75,57 +76,123 @@ def test_filtered_prompts_are_not_drawn_again_after_a_resume(tmp_path):
     assert parts.feed.ledger.drawn == 13 and parts.feed.ledger.filtered == 1
 
 
-STATE = FeedState(drawn=4, trained=4, filtered=0, failed=0, in_flight=[])
-VERSION = WeightVersion(steps=1, digest="d")
+FEED = FeedState(drawn=4, trained=4, filtered=0, failed=0, in_flight=[])
+CONFIG = {"learner.lr": 0.1, "learner.lr_schedule": "constant", "eval.every": 3, "train.num_steps": 6}
 
 
-def checkpoints(folder, *, data: str = "rows", keep_last: int = 9, **config) -> Checkpoints:
-    return Checkpoints(folder, config=config, data=data, every=1, keep_last=keep_last)
-
-
-def saved(tmp_path, *steps: int, **config):
-    learner = FakeLearner(make(tmp_path).algorithm)
+def save(folder, *steps: int, learner=None, keep_last: int = 9, config=CONFIG, origin=ORIGIN) -> None:
+    learner = learner or FakeLearner(make(folder).algorithm)
+    saver = Saver(folder, beside={"config": config, "origin": origin}, every=1, keep_last=keep_last)
     for step in steps:
-        asyncio.run(checkpoints(tmp_path, **config).save(step, VERSION, learner, STATE))
+        state = RunState(step=step, digest="d", evaluated=True, feed=FEED)
+        asyncio.run(saver.save(state, learner))
 
 
-def test_the_newest_complete_checkpoint_is_taken_and_half_written_ones_are_passed_over(tmp_path):
-    saved(tmp_path, 1, 2, 3)
-    (tmp_path / "checkpoints" / "step-000003" / "COMPLETE").unlink()
-    found = checkpoints(tmp_path)
-    state = found.find("auto", [])
-    assert state is not None and state.step == 2
-    assert [p.name for p in found.incomplete()] == ["step-000003"]
-    assert found.find("never", []) is None
+def go_on(folder, resume: str = "auto", *, allow=(), config=CONFIG, origin=ORIGIN) -> Start:
+    return find(folder, resume, allow, config=config, origin=origin)
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "half-written": (lambda c: (c / "COMPLETE").unlink(), "it was not finished"),
+    "no-state": (lambda c: (c / "state.json").unlink(), "state.json is missing"),
+    "truncated": (lambda c: truncate(c / "learner" / "bandit.pt"), "learner/bandit.pt has"),
+    "one-bit": (lambda c: flip_a_bit(c / "learner" / "bandit.pt"), "learner/bandit.pt is not as it was written"),
+    "one-bit-of-the-state": (lambda c: flip_a_bit(c / "state.json"), "state.json is not as it was written"),
+    "marker-cut": (lambda c: truncate(c / "COMPLETE"), "its COMPLETE cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_passed_over_or_refused(tmp_path, damage, words):
+    save(tmp_path, 1, 2, 3)
+    bad = folder_of(tmp_path, 3)
+    damage(bad)
+    start = go_on(tmp_path)
+    assert start.folder == folder_of(tmp_path, 2) and start.state is not None and start.state.step == 2
+    (note,) = start.notes
+    assert note.startswith(f"passed over the checkpoint {bad}: ") and words in note
+    with pytest.raises(ConfigError, match="folder of a whole checkpoint") as caught:
+        go_on(tmp_path, str(bad))
+    assert words in str(caught.value)
+    with pytest.raises(ConfigError, match="must be whole") as caught:
+        chosen(tmp_path, 3)
+    assert words in str(caught.value) and chosen(tmp_path, None) == folder_of(tmp_path, 2)
+
+
+def test_a_damaged_checkpoint_is_replaced_once_its_step_is_reached_again(tmp_path):
+    save(tmp_path, 1, 2, 3)
+    flip_a_bit(folder_of(tmp_path, 3) / "state.json")
+    save(tmp_path, 2, keep_last=1)
+    assert names(tmp_path) == ["step-000002", "step-000003"]  # the damaged one counts for nothing
+    save(tmp_path, 3, keep_last=1)
+    assert names(tmp_path) == ["step-000003"] and not fault_of(folder_of(tmp_path, 3))
 
 
 def test_old_checkpoints_are_removed(tmp_path):
-    learner = FakeLearner(make(tmp_path).algorithm)
-    for step in (1, 2, 3):
-        asyncio.run(checkpoints(tmp_path, keep_last=2).save(step, VERSION, learner, STATE))
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    save(tmp_path, 1, 2, 3, keep_last=2)
+    assert names(tmp_path) == ["step-000002", "step-000003"]
 
 
 def test_a_failed_write_leaves_the_last_good_one(tmp_path):
     class Full(FakeLearner):
         async def save(self, folder):
+            await super().save(folder)
             raise OSError(28, "No space left on device")
 
-    saved(tmp_path, 1)
+    save(tmp_path, 1)
     with pytest.raises(OSError, match="No space left"):
-        asyncio.run(checkpoints(tmp_path).save(2, VERSION, Full(make(tmp_path).algorithm), STATE))
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+        save(tmp_path, 2, learner=Full(make(tmp_path).algorithm))
+    assert names(tmp_path) == ["step-000001"] and not fault_of(folder_of(tmp_path, 1))
 
 
-def test_what_does_not_fit_is_refused_in_one_sentence(tmp_path):
-    saved(tmp_path, 1, **{"learner.lr": 0.1, "eval.every": 3})
-    with pytest.raises(ConfigError, match="other ones in data.train"):
-        checkpoints(tmp_path, data="others").find("auto", [])
-    changed = checkpoints(tmp_path, **{"learner.lr": 0.2, "eval.every": 5})
-    with pytest.raises(ConfigError, match=r"got learner.lr: 0.1 -> 0.2 against"):
-        changed.find("auto", [])
-    assert changed.find("auto", ["learner.lr"]) is not None
-    with pytest.raises(ConfigError, match="folder of a complete checkpoint"):
-        changed.find(str(tmp_path), [])
-    shutil.rmtree(tmp_path / "checkpoints")
-    assert changed.find("auto", []) is None
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [("model", "the same model, got others in model.path"), ("tokenizer", "the same tokenizer"), ("prompts", "got others in data.train")],
+)
+def test_another_origin_is_refused_unless_allowed(tmp_path, part, words):
+    save(tmp_path, 1)
+    other = ORIGIN | {part: "another"}
+    with pytest.raises(ConfigError, match=words):
+        go_on(tmp_path, origin=other)
+    assert go_on(tmp_path, origin=other, allow=["data.train" if part == "prompts" else "model.path"]).state is not None
+
+
+def test_what_changes_the_mathematics_is_refused_and_the_rest_is_shown(tmp_path):
+    save(tmp_path, 1)
+    assert go_on(tmp_path).notes == []
+    assert go_on(tmp_path, config=CONFIG | {"eval.every": 5}).notes == ["changed since the checkpoint: eval.every: 3 -> 5"]
+    changed = CONFIG | {"learner.lr": 0.2, "eval.every": 5}
+    with pytest.raises(ConfigError, match=r"got learner.lr: 0.1 -> 0.2 against .* train.resume_allow=\[KEY\]"):
+        go_on(tmp_path, config=changed)
+    assert len(go_on(tmp_path, config=changed, allow=["learner.lr"]).notes) == 2
+    longer = CONFIG | {"train.num_steps": 9}
+    assert go_on(tmp_path, config=longer).state is not None
+    with pytest.raises(ConfigError, match="train.num_steps: 6 -> 9"):  # it stretches the schedule
+        go_on(tmp_path, config=longer | {"learner.lr_schedule": "linear"}, allow=["learner.lr_schedule"])
+
+
+def test_checkpoints_of_two_runs_are_never_mixed_up(tmp_path):
+    assert go_on(tmp_path, "never") == go_on(tmp_path) == BEGINNING
+    save(tmp_path, 1, 2)
+    with pytest.raises(ConfigError, match="run folder without checkpoints, got .*step-000002"):
+        go_on(tmp_path, "never")
+    with pytest.raises(ConfigError, match="newest whole checkpoint of train.output_dir, got .*step-000001 while step-000002 is there"):
+        go_on(tmp_path, str(folder_of(tmp_path, 1)))
+    branch = go_on(tmp_path / "branch", str(folder_of(tmp_path, 1)))
+    assert branch.state is not None and branch.state.step == 1
+    with pytest.raises(ConfigError, match="it is not there"):
+        go_on(tmp_path, str(tmp_path / "nowhere"))
