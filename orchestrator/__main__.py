@@ -1,6 +1,7 @@
 """python -m orchestrator COMMAND ...: `rlooper --help` lists the commands, `rlooper COMMAND --help` explains one.
 
-Exit codes: 0 the command did what was asked; 1 it failed; 2 bad input, nothing was started; 130 interrupted.
+Exit codes: 0 the command did what was asked; 1 it failed; 2 bad input, nothing was started; 3 stopped by a
+signal, saved, can be resumed; 130 stopped at once by a second signal.
 """
 
 import argparse

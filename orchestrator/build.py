@@ -35,6 +35,7 @@ from orchestrator.prompts import PromptStream, read_prompts
 from orchestrator.resume import Start, find
 from orchestrator.saver import Saver
 from orchestrator.status import Status
+from orchestrator.stop import Stop, Stopped
 from orchestrator.train import Parts, train
 from orchestrator.types import Group, Prompt, Ref, Sampling, ScoredGroup
 
@@ -75,6 +76,7 @@ async def run(config: Config, console: Console) -> None:
 
     Raises:
         ConfigError: before an actor starts.
+        Stopped: a signal asked for it.
         WorkerError, LearnerError, FeedError: what ended the run.
     """
     data = check(config)
@@ -84,20 +86,37 @@ async def run(config: Config, console: Console) -> None:
     (folder / "config.yaml").write_text(to_yaml(config))
     cloudpickle.register_pickle_by_value(process)  # workers call the hook before they can import our rooms
     connect(config, process.enter, functools.partial(console.print, highlight=False, markup=False))
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # after Ray, which sets one that exits at once
+    stop = Stop()
+    _listen_to_signals(stop, console)
     console.print(f"run folder {folder}; worker logs in {folder / 'logs'}", highlight=False)
     try:
         async with AsyncExitStack() as stack:
-            parts = await _start(config, data, start, console, stack)
+            parts = await stop.unless_asked(_start(config, data, start, stop, console, stack))
             await train(config, parts)
     finally:
         ray.shutdown()
     console.print(f"policy written to {folder / 'policy'}", highlight=False)
 
 
-async def _start(config: Config, data: Data, start: Start, console: Console, stack: AsyncExitStack) -> Parts:
+def _listen_to_signals(stop: Stop, console: Console) -> None:
+    """End the run in order at the first SIGINT or SIGTERM, at once at the second; after Ray, which sets handlers of its own."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    def heard(name: str) -> None:
+        if stop.asked:
+            task.cancel()
+            return
+        console.print(f"{name}: the run ends and saves where it stands; once more ends it at once", highlight=False)
+        stop.ask()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, heard, number.name)
+
+
+async def _start(
+    config: Config, data: Data, start: Start, stop: Stop, console: Console, stack: AsyncExitStack
+) -> Parts:
     """Make every part, start those with workers together, and leave their end to the stack."""
     folder = Path(config.train.output_dir).absolute()
     log_dir = folder / "logs"
@@ -117,17 +136,9 @@ async def _start(config: Config, data: Data, start: Start, console: Console, sta
         strategies=places.learner,
     )
     stack.callback(learner.close)
-    feed = Feed(
-        PromptStream(data.train, shuffle=config.data.shuffle, seed=config.data.seed),
-        Scoring(rollout, rewarder, reference, _sampling(config)),
-        num_groups=config.train.num_steps * config.train.prompts_per_step,
-        prompts_per_step=config.train.prompts_per_step,
-        max_staleness=config.train.max_staleness,
-        max_refill=config.train.max_refill,
-        has_signal=_has_signal,
-    )
+    feed = _feed(config, data, Scoring(rollout, rewarder, reference, _sampling(config)))
     status = Status(folder, {**pools, "learner": learner, "feed": feed}, report)
-    stack.push(lambda kind, error, trace: status.end(f"failed: {first_cause(error)}" if error else "done"))
+    stack.push(lambda kind, error, trace: status.end(_how_it_ended(error)))
     keeping = asyncio.create_task(status.keep())
     stack.callback(keeping.cancel)
     async with asyncio.TaskGroup() as starting:
@@ -149,10 +160,11 @@ async def _start(config: Config, data: Data, start: Start, console: Console, sta
         saver=Saver(
             folder,
             beside={"config": flat(config), "origin": data.origin},
-            every=config.checkpoint.every,
-            keep_last=config.checkpoint.keep_last,
+            settings=config.checkpoint,
+            begun=start.state.step if start.state else 0,
         ),
         start=start,
+        stop=stop,
     )
 
 
@@ -161,6 +173,18 @@ def export(config: Config, checkpoint: Path, folder: Path) -> None:
     from learner.export import export_checkpoint
 
     export_checkpoint(config, checkpoint, folder)
+
+
+def _feed(config: Config, data: Data, scoring: Scoring) -> Feed:
+    return Feed(
+        PromptStream(data.train, shuffle=config.data.shuffle, seed=config.data.seed),
+        scoring,
+        num_groups=config.train.num_steps * config.train.prompts_per_step,
+        prompts_per_step=config.train.prompts_per_step,
+        max_staleness=config.train.max_staleness,
+        max_refill=config.train.max_refill,
+        has_signal=_has_signal,
+    )
 
 
 def _roles(config: Config, log_dir: Path, places: Places) -> list[Role]:
@@ -233,6 +257,12 @@ def _run_log(config: Config, folder: Path, console: Console) -> RunLog:
         writer=Writer(str(folder / "tensorboard")),
         console=console,
     )
+
+
+def _how_it_ended(error: BaseException | None) -> str:
+    if error is None:
+        return "done"
+    return str(error) if isinstance(error, Stopped) else f"failed: {first_cause(error)}"
 
 
 def first_cause(error: BaseException) -> str:

@@ -150,7 +150,7 @@ class Feed:
 
     def state(self) -> FeedState:
         """Say where the feed stands (between two steps)."""
-        return FeedState(**asdict(self.ledger), in_flight=sorted(self._flights))
+        return FeedState(**asdict(self.ledger), in_flight=sorted({*self._flights, *self._taken}))
 
     def restore(self, state: FeedState) -> None:
         """Go on where a feed stood; what was in flight is drawn again at the next refill."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from configs.schema import CheckpointConfig
 from orchestrator.checkpoint import (
     LEARNER,
     RunState,
@@ -21,13 +22,14 @@ from orchestrator.ports import Learner
 class Saver:
     """Writes the checkpoints of one run."""
 
-    def __init__(self, run: Path, *, beside: Mapping[str, Any], every: int, keep_last: int) -> None:
-        """Take the run's folder, what is written into every checkpoint, and how many there are."""
-        self._run, self._beside, self._every, self._keep_last = run, beside, every, keep_last
+    def __init__(self, run: Path, *, beside: Mapping[str, Any], settings: CheckpointConfig, begun: int) -> None:
+        """Take the run's folder, what is written into every checkpoint, and the step at which the run begins."""
+        self.newest_step = begun  # later than it nothing is saved
+        self._run, self._beside, self._settings = run, beside, settings
 
     def due(self, step: int, last: int) -> bool:
         """Whether a checkpoint follows this step: every so many, and after the last."""
-        return self._every > 0 and (step % self._every == 0 or step == last)
+        return self._settings.every > 0 and (step % self._settings.every == 0 or step == last)
 
     async def save(self, state: RunState, learner: Learner) -> Path:
         """Write one checkpoint; a failure leaves the others as they are.
@@ -44,11 +46,12 @@ class Saver:
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
+        self.newest_step = state.step
         self._tidy(state.step)
         return folder
 
     def _tidy(self, step: int) -> None:
         """Remove old checkpoints; what a later step left in the folder is not counted (it was passed over)."""
         complete = [folder for folder in listed(self._run) if is_complete(folder) and step_of(folder) <= step]
-        for old in complete[: -self._keep_last]:
+        for old in complete[: -self._settings.keep_last]:
             remove(old)

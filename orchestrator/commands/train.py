@@ -3,12 +3,16 @@
 import argparse
 import asyncio
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from configs.load import load, to_yaml
 from configs.schema import Config
 from orchestrator.capacity import check_capacity, described
+from orchestrator.checkpoint import listed
+from orchestrator.stop import Stopped
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -31,10 +35,10 @@ def train(arguments: Sequence[str]) -> int:
     if options.check:
         print(to_yaml(config), end="")
         return 0
-    return _run(config)
+    return _run(config, rest)
 
 
-def _run(config: Config) -> int:
+def _run(config: Config, arguments: Sequence[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # a redone call leaves refs behind whose error was handled
     from rich.console import Console
@@ -44,6 +48,10 @@ def _run(config: Config) -> int:
     console = Console(soft_wrap=True)
     try:
         asyncio.run(build.run(config, console))
+    except Stopped as stopped:
+        again = [*arguments, "train.resume=auto"] if listed(Path(config.train.output_dir)) else arguments
+        print(f"rlooper: {stopped}; resume with: rlooper train {shlex.join(again)}", file=sys.stderr)
+        return 3
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("rlooper: interrupted; every worker was stopped", file=sys.stderr)
         return 130

@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from orchestrator.__main__ import run_command
+from orchestrator.checkpoint import fault_of, folder_of
 from tests.e2e.cli import metrics, processes_with, start, train, wait_for
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
@@ -58,14 +59,22 @@ def test_an_engine_that_cannot_start_ends_with_its_own_error(tiny, tmp_path):
     assert code == 1 and "rollout-0" in output and "nonsense" in output, output
 
 
-@pytest.mark.parametrize(("sent", "backend"), [(signal.SIGINT, "vllm"), (signal.SIGTERM, "hf")], ids=["ctrl-c", "sigterm"])
-def test_an_interrupt_ends_within_15_s_and_leaves_no_process(tiny, tmp_path, sent, backend):
+@pytest.mark.parametrize(
+    ("send", "backend"),
+    [(lambda pid: os.killpg(pid, signal.SIGINT), "vllm"), (lambda pid: os.kill(pid, signal.SIGTERM), "hf")],
+    ids=["ctrl-c", "sigterm"],  # a terminal signals the whole group
+)
+def test_a_signal_ends_a_run_in_order_saved_and_without_a_process_left(tiny, tmp_path, send, backend):
     process = start("train", *tiny(tmp_path), "train.num_steps=100000", f"rollout.backend={backend}")
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and metrics(tmp_path), 200, "the first step")
     started = time.monotonic()
-    os.kill(process.pid, sent)
+    send(process.pid)
     output, _ = process.communicate(timeout=30)
     assert time.monotonic() - started < 15
-    assert process.returncode == 130, output
-    assert "Traceback" not in output, output
+    assert process.returncode == 3 and "Traceback" not in output, output
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    step = metrics(tmp_path)[-1]["step"]
+    assert checkpoint == folder_of(tmp_path, step) and not fault_of(checkpoint)
+    last = output.splitlines()[-1]
+    assert f"stopped after step {step}; resume with: rlooper train " in last and last.endswith(" train.resume=auto"), output
     wait_for(lambda: not processes_with(str(tmp_path)), 10, "the end of every worker process")

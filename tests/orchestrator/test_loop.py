@@ -19,6 +19,7 @@ from orchestrator.prompts import PromptStream
 from orchestrator.resume import find
 from orchestrator.saver import Saver
 from orchestrator.status import Status
+from orchestrator.stop import Stop
 from orchestrator.train import Parts, train
 from orchestrator.types import Draw, Reward, Sampling, ScoredGroup
 from tests.orchestrator.fakes import FakeLearner, FakeRewarder, FakeRollout, prompts
@@ -42,7 +43,7 @@ def make(folder: Path, *overrides: str) -> Config:
     )  # fmt: skip
 
 
-async def run(config: Config, folder: Path, *, rollout=None, rewarder=None, learner=None) -> tuple[Parts, FakeLearner]:
+async def run(config: Config, folder: Path, *, rollout=None, rewarder=None, learner=None, stop=None) -> tuple[Parts, FakeLearner]:
     rollout, rewarder = rollout or FakeRollout(), rewarder or FakeRewarder()
     learner = learner or FakeLearner(config.algorithm)
     sampling = Sampling(num_samples=config.rollout.num_generations, temperature=1.0, seed=config.train.seed)
@@ -69,8 +70,9 @@ async def run(config: Config, folder: Path, *, rollout=None, rewarder=None, lear
     )
     evaluator = Evaluator(rollout, rewarder, prompts(), temperatures={"sampled": 1.0}, seed=0)
     beside = {"config": flat(config), "origin": ORIGIN}
-    saver = Saver(folder, beside=beside, every=config.checkpoint.every, keep_last=config.checkpoint.keep_last)
     start = find(folder, config.train.resume, config.train.resume_allow, **beside)
+    begun = start.state.step if start.state else 0
+    saver = Saver(folder, beside=beside, settings=config.checkpoint, begun=begun)
     parts = Parts(
         rollout=rollout,
         learner=learner,
@@ -80,6 +82,7 @@ async def run(config: Config, folder: Path, *, rollout=None, rewarder=None, lear
         status=Status(folder, {"feed": feed}, report=lambda sentence: None),
         saver=saver,
         start=start,
+        stop=stop or Stop(),
         chaos=lambda step: None,
     )
     try:

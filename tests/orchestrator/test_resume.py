@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from configs.rules import ConfigError
+from configs.schema import CheckpointConfig
 from orchestrator.checkpoint import RunState, chosen, fault_of, folder_of
 from orchestrator.feed import FeedState
 from orchestrator.resume import BEGINNING, Start, find
 from orchestrator.saver import Saver
-from tests.orchestrator.fakes import FakeLearner, FakeRewarder
+from orchestrator.stop import Stop, Stopped
+from tests.orchestrator.fakes import FakeLearner, FakeRewarder, FakeRollout
 from tests.orchestrator.test_loop import ORIGIN, lines, make, run
 
 
@@ -76,13 +78,60 @@ def test_filtered_prompts_are_not_drawn_again_after_a_resume(tmp_path):
     assert parts.feed.ledger.drawn == 13 and parts.feed.ledger.filtered == 1
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("during", ["rollout", "learner", "sync", "evaluation"])
+@pytest.mark.parametrize("at", [1, 4, 6])
+def test_a_stopped_run_saves_where_it_stands_and_goes_on_from_there(tmp_path, staleness, during, at):
+    """No checkpoint.every: a stop saves all the same. What was generated is abandoned, what was learned is kept."""
+    options = ["train.num_steps=6", f"train.max_staleness={staleness}", "algorithm.correction=none", "eval.every=2",
+               "train.resume=auto"]  # fmt: skip
+    whole_folder, folder = tmp_path / "whole", tmp_path / "stopped"
+    whole_folder.mkdir(), folder.mkdir()
+    _, undisturbed = asyncio.run(run(make(whole_folder, *options), whole_folder))
+    config, stop = make(folder, *options), Stop()
+
+    class Rollout(FakeRollout):
+        async def generate(self, draw, sampling):
+            evaluating = sampling.num_samples == 1
+            begun = at if evaluating else max(at - 1 - staleness, 0)
+            if during == ("evaluation" if evaluating else "rollout") and learner.steps == begun:
+                stop.ask()
+                await asyncio.sleep(60)
+            return await super().generate(draw, sampling)
+
+    class Learner(FakeLearner):
+        async def step(self, groups):
+            if during == "learner" and self.steps == at - 1:
+                stop.ask()
+                await asyncio.sleep(0.01)
+            return await super().step(groups)
+
+        def publish(self, steps):
+            if during == "sync" and steps == at:
+                stop.ask()
+            return super().publish(steps)
+
+    rollout, learner = Rollout(), Learner(config.algorithm)
+    if not (during == "evaluation" and at == 1):  # there is none
+        with pytest.raises(Stopped, match=f"stopped after step {r'[0-5]' if during == 'rollout' else at}"):
+            asyncio.run(run(config, folder, rollout=rollout, learner=learner, stop=stop))
+    parts, resumed = asyncio.run(run(config, folder))
+    assert sorted(n for n, _ in [*learner.trained, *resumed.trained]) == list(range(24))  # no step was done twice
+    assert parts.feed.ledger.trained == 24 == parts.feed.ledger.drawn
+    evaluated = [row["step"] for row in lines(folder) if "eval/sampled/reward_mean" in row]
+    assert evaluated == [0, 2, 4, 6]
+    if staleness == 0:
+        assert (resumed.logits == undisturbed.logits).all()
+
+
 FEED = FeedState(drawn=4, trained=4, filtered=0, failed=0, in_flight=[])
 CONFIG = {"learner.lr": 0.1, "learner.lr_schedule": "constant", "eval.every": 3, "train.num_steps": 6}
 
 
 def save(folder, *steps: int, learner=None, keep_last: int = 9, config=CONFIG, origin=ORIGIN) -> None:
     learner = learner or FakeLearner(make(folder).algorithm)
-    saver = Saver(folder, beside={"config": config, "origin": origin}, every=1, keep_last=keep_last)
+    settings = CheckpointConfig(every=1, keep_last=keep_last)
+    saver = Saver(folder, beside={"config": config, "origin": origin}, settings=settings, begun=0)
     for step in steps:
         state = RunState(step=step, digest="d", evaluated=True, feed=FEED)
         asyncio.run(saver.save(state, learner))
