@@ -124,11 +124,11 @@ class RewardModelWorker:
 
     def _reward(self, score: float | None, num_tokens: int) -> Reward:
         if score is not None and math.isfinite(score):
-            return Reward(value=score, cause="ok", parts={"model": score}, detail="")
+            return Reward(value=score, cause="ok", parts={"model": score}, detail="", answer="")
         detail = f"the reward model gave {score}" if score is not None else (
             f"the reward model takes 1 to {self._limit} tokens, got {num_tokens}"
         )  # fmt: skip
-        return Reward(value=math.nan, cause="error", parts={}, detail=detail)
+        return Reward(value=math.nan, cause="error", parts={}, detail=detail, answer="")
 
 
 def batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:

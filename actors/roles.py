@@ -128,7 +128,7 @@ class RewardPool:
             return rewards
         except PoisonError as error:
             return tuple(
-                Reward(value=float("nan"), cause="timeout", parts={}, detail=str(error)) for _ in range(num_samples)
+                Reward(value=float("nan"), cause="timeout", parts={}, detail=str(error), answer="") for _ in range(num_samples)
             )
 
 

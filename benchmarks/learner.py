@@ -218,7 +218,7 @@ class Bench:
             worker="benchmark",
             generate_s=0.0,
         )
-        rewards = tuple(Reward(value=float(k % 2), cause="ok", parts={}, detail="") for k in range(len(lengths)))
+        rewards = tuple(Reward(value=float(k % 2), cause="ok", parts={}, detail="", answer="") for k in range(len(lengths)))
         group: Any = Group(draw=draw, samples=samples)
         return ScoredGroup(draw=draw, facts=facts, group_ref=group, reference_refs=(), rewards=rewards)
 

@@ -58,7 +58,7 @@ class SimulatedActor:
     async def score(self, place: int, group: Group) -> tuple[Reward, ...]:
         """Wait and return rewards 0, 1, 0, 1, ..."""
         await asyncio.sleep(self._score_s)
-        return tuple(Reward(value=float(i % 2), cause="ok", parts={}, detail="") for i, _ in enumerate(group.samples))
+        return tuple(Reward(value=float(i % 2), cause="ok", parts={}, detail="", answer="") for i, _ in enumerate(group.samples))
 
     async def logprobs(self, place: int, group: Group) -> tuple[tuple[np.ndarray, ...], int]:
         """Wait and return zeros."""

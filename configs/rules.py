@@ -4,7 +4,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from configs.schema import DEEPSPEED_OWNED_KEYS, FAULTS, AlgorithmConfig, Config, RewardConfig, RewardModelConfig
+from configs.schema import (
+    DEEPSPEED_OWNED_KEYS,
+    FAULTS,
+    AlgorithmConfig,
+    Config,
+    EvalConfig,
+    RewardConfig,
+    RewardModelConfig,
+)
 
 # estimator -> (scale_rewards, kl_in_reward, KL form in the loss); source: the seeds and docs/algorithms.md
 ESTIMATOR_DEFAULTS = {
@@ -84,6 +92,7 @@ def check_rules(config: Config) -> None:
     _check_learner(config)
     _check_rollout(config)
     _check_reward(config)
+    _check_eval(config)
     _check_chaos(config)
     _check_devices(config)
 
@@ -111,6 +120,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
         "reward.num_workers", "reward_model.num_workers", "reward_model.threads", "reward_model.max_tokens_per_batch",
         "learner.num_ranks", "learner.threads", "learner.num_mini_batches", "learner.num_epochs",
         "learner.max_tokens_per_micro_batch", "learner.logprob_chunk_tokens", "data.max_prompt_tokens", "eval.max_prompts",
+        "eval.num_samples",
         "algorithm.kl_horizon", "learner.max_skipped_updates", "cluster.num_cpus", "checkpoint.keep_last",
     )),
     *((key, *_above(0), "Give a positive number.") for key in (
@@ -263,6 +273,26 @@ def _check_reward(config: Config) -> None:
 def reward_functions(reward: RewardConfig) -> list[str]:
     """List the reward functions that a configuration names."""
     return [name.strip() for name in reward.function.split(",") if name.strip() not in ("", "none")]
+
+
+def held_out(config: Config) -> dict[str, str]:
+    """List the held-out datasets by name; one without a name is called ""."""
+    data = config.eval.data
+    return {} if data is None else dict(data) if isinstance(data, dict) else {"": data}
+
+
+def _check_eval(config: Config) -> None:
+    strange = [(name, source) for name, source in held_out(config).items() if not isinstance(source, str) or "/" in str(name)]
+    if strange:
+        name, source = strange[0]
+        raise ConfigError(f"eval.data must be a file, or files by names without a slash, got {name}: {source!r}. Correct it.")
+    e, default = config.eval, EvalConfig()
+    for key, because in (("num_samples", not e.sampled), ("solved_at", e.num_samples == 1)):
+        if because and getattr(e, key) != getattr(default, key):
+            raise ConfigError(
+                f"eval.{key} must be left out where it has no effect, got {getattr(e, key)} with eval.sampled={str(e.sampled).lower()} "
+                f"and eval.num_samples={e.num_samples}. Remove it."
+            )
 
 
 def _check_chaos(config: Config) -> None:

@@ -210,10 +210,12 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
-    data: str | None = None  # jsonl file of held-out rows; None: no evaluation
+    data: Any = None  # held-out rows: a jsonl file, or several by name ({NAME: FILE, ...}); None: no evaluation
     every: int = 0  # steps between evaluations; 0: before and after only
-    max_prompts: int = 512  # rows of the file, from its start
-    sampled: bool = True  # with the training temperature, one sample per prompt
+    max_prompts: int = 512  # rows of each dataset, from its start
+    sampled: bool = True  # with the training temperature
+    num_samples: int = 1  # n, samples per prompt with the training temperature; above 1 also pass@k for k = 1, 2, 4, ..., n and maj@n
+    solved_at: float = 1.0  # reward from which a response counts as right in pass@k and maj@n
     greedy: bool = True  # temperature 0, one sample per prompt
 
 

@@ -22,7 +22,7 @@ from actors.roles import ReferencePool, RewardPool, RewardSum, RolloutPool
 from actors.rollout import RolloutWorker
 from actors.worker import Role, last_line
 from configs.load import flat, to_yaml
-from configs.rules import ConfigError, reward_functions
+from configs.rules import ConfigError, held_out, reward_functions
 from configs.schema import Config
 from learner.group import LearnerGroup
 from orchestrator.capacity import needs_reference
@@ -47,7 +47,7 @@ class Data:
     """The prompts of a run."""
 
     train: list[Prompt]
-    held_out: list[Prompt]
+    held_out: dict[str, list[Prompt]]  # by name
     origin: dict[str, str]  # digests of model, tokenizer and training prompts
 
 
@@ -62,11 +62,13 @@ def check(config: Config) -> Data:
     check_rewards(config.reward)
     if config.reward_model.path is not None:
         check_reward_model(config)
-    held_out = read_prompts(config.eval.data, "eval.data", config, tokenizer) if config.eval.data else []
     prompts = read_prompts(config.data.train, "data.train", config, tokenizer)
     return Data(
         train=prompts,
-        held_out=held_out[: config.eval.max_prompts],
+        held_out={
+            name: read_prompts(source, f"eval.data.{name}".rstrip("."), config, tokenizer)[: config.eval.max_prompts]
+            for name, source in held_out(config).items()
+        },
         origin=origin(config.model.path, tokenizer, prompts),
     )
 
@@ -151,9 +153,7 @@ async def _start(
         rollout=rollout,
         learner=learner,
         feed=feed,
-        evaluator=Evaluator(
-            rollout, rewarder, data.held_out, temperatures=_eval_temperatures(config), seed=config.train.seed
-        ),
+        evaluator=_evaluator(config, rollout, rewarder, data.held_out),
         log=log,
         status=status,
         chaos=Chaos(config.debug.chaos, pools, report),
@@ -238,9 +238,15 @@ def _has_signal(group: ScoredGroup) -> bool:
     return bool(has_signal(tensor([[r.value for r in rewards]]), tensor([[r.valid for r in rewards]])))
 
 
-def _eval_temperatures(config: Config) -> dict[str, float]:
-    temperatures = {"sampled": config.rollout.temperature} if config.eval.sampled else {}
-    return temperatures | ({"greedy": 0.0} if config.eval.greedy else {})
+def _evaluator(config: Config, rollout: RolloutPool, rewarder: RewardSum, datasets: dict[str, list[Prompt]]) -> Evaluator:
+    part, seed = config.eval, config.train.seed
+    samplings = {}
+    if part.sampled:
+        samplings["sampled"] = Sampling(num_samples=part.num_samples, temperature=config.rollout.temperature, seed=seed)
+    if part.greedy:
+        samplings["greedy"] = Sampling(num_samples=1, temperature=0.0, seed=seed)
+    room = 2 * config.rollout.num_workers * config.rollout.max_concurrent_samples  # engines never wait, and no group waits for long
+    return Evaluator(rollout, rewarder, datasets, samplings, solved_at=part.solved_at, max_samples=room)
 
 
 def _run_log(config: Config, folder: Path, console: Console) -> RunLog:

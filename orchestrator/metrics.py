@@ -124,12 +124,7 @@ class RunLog:
         if not metrics:
             return
         self._write(step, metrics)
-        names = sorted({key.split("/")[1] for key in metrics})
-        parts = [
-            f"{name} {metrics[f'eval/{name}/reward_mean']:.3f} ± {metrics[f'eval/{name}/reward_stderr']:.3f}" for name in names
-        ]
-        count = int(metrics[f"eval/{names[0]}/num_prompts"])
-        self._console.print(f"eval at step {step}: {', '.join(parts)} (mean reward over {count} held-out prompts)", highlight=False)
+        self._console.print(evaluation_line(step, metrics), highlight=False)
 
     def close(self) -> None:
         """Flush everything."""
@@ -171,6 +166,20 @@ def step_line(step: int, num_steps: int, metrics: StepMetrics) -> str:
         if name in metrics
     ]
     return f"step {step:>4}/{num_steps}  " + "  ".join(parts)
+
+
+def evaluation_line(step: int, metrics: StepMetrics) -> str:
+    """Write one evaluation as a plain line."""
+    shown, prompts, failed = [], 0, 0.0
+    for place in sorted({key.rpartition("/")[0] for key in metrics}):
+        values = {key.rpartition("/")[2]: value for key, value in metrics.items() if key.rpartition("/")[0] == place}
+        rates = [f", {name} {value:.3f}" for name, value in values.items() if "@" in name and not name.endswith("_stderr")]
+        shown.append(
+            f"{place.removeprefix('eval/')} {values['reward_mean']:.3f} ± {values['reward_stderr']:.3f}{''.join(rates)}"
+        )
+        prompts, failed = max(prompts, int(values["num_prompts"])), failed + values["failed"]
+    lost = f"; {failed:.0f} prompts failed" if failed else ""
+    return f"eval at step {step}: {'; '.join(shown)} (mean reward over {prompts} held-out prompts{lost})"
 
 
 def group_metrics(groups: Sequence[ScoredGroup], *, version: int) -> dict[str, float]:

@@ -109,6 +109,7 @@ class Reward:
     cause: Literal["ok", "timeout", "error", "not_applicable"]
     parts: Mapping[str, float]  # per reward function and logged extra
     detail: str  # the error's last line; empty where ok
+    answer: str  # the response's final answer, for votes: equal answers are equal texts; empty where there is none
 
     @property
     def valid(self) -> bool:

@@ -18,6 +18,7 @@ HEDGES = re.compile(
 )
 ANSWER_IS = re.compile(r"\banswer\b[*_]*\s*(?:is|:|=)+[*_]*\s*:?", re.IGNORECASE)
 SENTENCE_END = re.compile(r"(?<!\d)[.!?](?=\s|$)|(?<=\d)[.!?](?=\s|$)|\n")
+MAX_VOTE = 200  # characters of an answer that is a text
 DECORATION = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 
 
@@ -121,6 +122,13 @@ def final_answer(response: str) -> str | None:
     if HEDGES.search(last):
         return None
     return [found.group() for found in NUMBER.finditer(_plain(last))][-1] if NUMBER.search(_plain(last)) else None
+
+
+def vote(response: str) -> str:
+    """Write a response's final answer so that equal ones are equal texts, plain numbers as fractions; empty where it has none."""
+    found = final_answer(response) or ""
+    number = number_of(found)
+    return found.strip().casefold()[:MAX_VOTE] if number is None else str(number)
 
 
 def number_of(answer: str) -> Fraction | None:

@@ -18,6 +18,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from actors.rewards.answers import vote
 from actors.rewards.interfaces import Adapted, Batch, Refusal, adapt, plain_values
 
 PR_SET_PDEATHSIG = 1
@@ -47,14 +48,18 @@ def main(descriptor: int, supervisor: int) -> None:
 
 
 def answer(function: Adapted, batch: Batch) -> dict[str, Any]:
-    """Score a batch: {"values": K of [cause, number, detail], "extras": {name: K numbers or null}}, or {"error": why}."""
+    """Score a batch.
+
+    Returns:
+        {"values": K of [cause, number, detail], "extras": {name: K numbers or null}, "answers": K texts}, or {"error": why}.
+    """
     try:
         values, extras = function(batch)
         scored = [_judge(value) for value in plain_values(values, len(batch))]
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything
         return {"error": f"{type(error).__name__}: {error}"}
     logged = {str(name): [_number(value) for value in column] for name, column in extras.items() if len(column) == len(batch)}
-    return {"values": scored, "extras": logged}
+    return {"values": scored, "extras": logged, "answers": [vote(text) for text in batch.completions]}
 
 
 def load(name: str, arguments: Mapping[str, Any], timeout_s: float) -> Adapted:

@@ -38,6 +38,7 @@ class Scored:
     value: float  # nan where cause is not "ok"
     extras: Mapping[str, float]
     detail: str
+    answer: str  # the response's final answer; empty where it has none, or the call failed
 
 
 class FunctionProcess:
@@ -125,6 +126,7 @@ class FunctionProcess:
                 value=math.nan if value is None else value,
                 extras={name: column[i] for name, column in extras.items() if column[i] is not None},
                 detail=detail,
+                answer=answer["answers"][i],
             )
             for i, (cause, value, detail) in enumerate(answer["values"])
         ]
@@ -152,4 +154,4 @@ class FunctionProcess:
 
 
 def _invalid(cause: Cause, detail: str) -> Scored:
-    return Scored(cause=cause, value=math.nan, extras={}, detail=detail)
+    return Scored(cause=cause, value=math.nan, extras={}, detail=detail, answer="")

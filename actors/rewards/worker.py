@@ -76,18 +76,19 @@ def batch_of(group: Group, answer_column: str) -> Batch:
 def as_reward(name: str, scored: Scored) -> Reward:
     """Turn what one function says of one response into a reward."""
     parts = ({name: scored.value} if scored.cause == "ok" else {}) | dict(scored.extras)
-    return Reward(value=scored.value, cause=scored.cause, parts=parts, detail=scored.detail)
+    return Reward(value=scored.value, cause=scored.cause, parts=parts, detail=scored.detail, answer=scored.answer)
 
 
 def weighted_sum(weights: Sequence[float], rewards: Sequence[Reward]) -> Reward:
     """Sum rewards of one response; one that does not apply leaves the others to count, a failed one makes the sum invalid."""
     parts = {name: value for reward in rewards for name, value in reward.parts.items()}
+    answer = next((reward.answer for reward in rewards if reward.answer), "")
     failed = [reward for reward in rewards if reward.cause in ("error", "timeout")]
     counted = [weight * reward.value for weight, reward in zip(weights, rewards, strict=True) if reward.valid]
     if failed or not counted:
         worst = failed[0] if failed else rewards[0]
-        return Reward(value=math.nan, cause=worst.cause, parts=parts, detail=worst.detail)
-    return Reward(value=sum(counted), cause="ok", parts=parts, detail="")
+        return Reward(value=math.nan, cause=worst.cause, parts=parts, detail=worst.detail, answer=answer)
+    return Reward(value=sum(counted), cause="ok", parts=parts, detail="", answer=answer)
 
 
 def short_name(function: str) -> str:

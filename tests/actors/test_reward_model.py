@@ -138,10 +138,10 @@ def test_functions_and_model_are_summed_and_one_failure_makes_the_sum_invalid():
     from actors.rewards.worker import weighted_sum
     from orchestrator.types import Reward
 
-    good = Reward(value=2.0, cause="ok", parts={"f": 2.0}, detail="")
-    model = Reward(value=3.0, cause="ok", parts={"model": 3.0}, detail="")
-    bad = Reward(value=math.nan, cause="timeout", parts={}, detail="late")
-    none = Reward(value=math.nan, cause="not_applicable", parts={}, detail="")
+    good = Reward(value=2.0, cause="ok", parts={"f": 2.0}, detail="", answer="")
+    model = Reward(value=3.0, cause="ok", parts={"model": 3.0}, detail="", answer="")
+    bad = Reward(value=math.nan, cause="timeout", parts={}, detail="late", answer="")
+    none = Reward(value=math.nan, cause="not_applicable", parts={}, detail="", answer="")
     both = weighted_sum([1.0, 0.5], [good, model])
     assert both.value == 3.5 and both.parts == {"f": 2.0, "model": 3.0}
     assert weighted_sum([1.0, 0.5], [none, model]).value == 1.5

@@ -21,17 +21,24 @@ def untimed(folder) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "mismatch/"))} for row in metrics(folder)]
 
 
+def rows_of(arguments: list[str]) -> str:
+    """Find the training rows among overrides."""
+    return next(a.partition("=")[2] for a in arguments if a.startswith("data.train="))
+
+
 def test_kill_9_and_resume_equals_an_undisturbed_run(tiny, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     code, output = train(*tiny(whole), *OPTIONS)
     assert code == 0, output
-    process = start("train", *tiny(killed), *OPTIONS)
+    evaluation = [f"eval.data={{sums: {rows_of(tiny(killed))}}}", "eval.every=1", "eval.num_samples=2"]  # it never changes training
+    process = start("train", *tiny(killed), *OPTIONS, *evaluation)
     wait_for(lambda: list(killed.glob("checkpoints/step-*/COMPLETE")), 200, "the first checkpoint")
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=30)
     wait_for(lambda: not processes_with(str(killed)), 30, "the end of every worker process")
-    code, output = train(*tiny(killed), *OPTIONS)
+    code, output = train(*tiny(killed), *OPTIONS, *evaluation)
     assert code == 0 and "resumed after step" in output, output
+    assert "eval at step 6: sums/greedy" in output and "pass@2" in output, output
     assert untimed(killed) == untimed(whole)
     weights = [load_file(folder / "policy" / "model.safetensors") for folder in (whole, killed)]
     assert weights[0].keys() == weights[1].keys()

@@ -128,7 +128,7 @@ def receipts(num_groups: int = 5, seed: int = 0, reference: bool = False) -> lis
                 group_ref=group,
                 reference_refs=(refs,) if reference else (),
                 rewards=tuple(
-                    Reward(value=v if c == "ok" else float("nan"), cause=c, parts={}, detail="")  # pyright: ignore
+                    Reward(value=v if c == "ok" else float("nan"), cause=c, parts={}, detail="", answer="")  # pyright: ignore
                     for v, c in zip(values, causes, strict=True)
                 ),
             )

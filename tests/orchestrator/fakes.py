@@ -101,9 +101,9 @@ class FakeRewarder:
     async def score(self, draw: Draw, group: Group, num_samples: int) -> tuple[Reward, ...]:
         answer, number = str(group.draw.prompt.columns["answer"]), group.draw.number
         return tuple(
-            Reward(value=float("nan"), cause="error", parts={}, detail="the judge is out")
+            Reward(value=float("nan"), cause="error", parts={}, detail="the judge is out", answer="")
             if self.invalid(number, i)
-            else Reward(value=float(sample.text == answer), cause="ok", parts={}, detail="")
+            else Reward(value=float(sample.text == answer), cause="ok", parts={}, detail="", answer=sample.text)
             for i, sample in enumerate(group.samples)
         )
 
