@@ -132,7 +132,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
     *((key, *_at_least(0), "Give 0 to turn it off.") for key in (
         "algorithm.beta", "algorithm.clip_low", "algorithm.clip_high", "algorithm.entropy_coef", "algorithm.overlong_buffer_tokens",
         "algorithm.correction_min", "learner.grad_clip", "learner.weight_decay", "learner.warmup_steps", "learner.lora.rank",
-        "train.max_staleness", "train.max_refill", "train.sample_table_every", "eval.every", "checkpoint.every",
+        "train.max_staleness", "train.max_refill", "train.sample_table_every", "train.max_restarts", "eval.every", "checkpoint.every",
         "rollout.top_k", "rollout.num_gpus", "rollout.num_cpus",
         "learner.num_cpus", "learner.num_gpus", "reference.num_cpus", "reference.num_gpus", "reward.num_cpus",
         "reward_model.num_cpus", "reward_model.num_gpus", "cluster.wait_for_nodes_s",

@@ -205,6 +205,7 @@ class TrainConfig:
     output_dir: str = "runs/default"  # run folder
     resume: str = "never"  # never; auto: the newest complete checkpoint of the run folder, if any; or a checkpoint's folder
     resume_allow: list[str] = field(default_factory=list)  # keys that may differ from the checkpoint's configuration
+    max_restarts: int = 3  # times that a learner whose rank died is started again from the newest checkpoint; 0: the run ends
     sample_table_every: int = 5  # steps between tables of samples; 0: off
 
 

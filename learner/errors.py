@@ -1,5 +1,7 @@
 """What the learner says when it cannot go on."""
 
+from orchestrator.ports import LearnerLost
+
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
 LESS_MEMORY = (
     "Lower learner.max_tokens_per_micro_batch or learner.logprob_chunk_tokens, set learner.gradient_checkpointing=true, "
@@ -9,6 +11,10 @@ LESS_MEMORY = (
 
 class LearnerError(RuntimeError):
     """The learner cannot go on; its one sentence says what, where and what to do."""
+
+
+class RankLost(LearnerError, LearnerLost):
+    """A rank died or no longer answers."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

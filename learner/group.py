@@ -1,7 +1,7 @@
 """The Learner port over one Ray actor per rank.
 
 A dead or failing rank ends every call at once with a LearnerError that names it, while the other ranks still wait in a
-collective for it. Whoever catches that closes the group: ranks are not rebuilt in place, a run resumes from a checkpoint.
+collective for it. Ranks are not mended one by one: `restart` makes all of them anew, and the run goes on from a checkpoint.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from configs.schema import Config
-from learner.errors import LESS_MEMORY, LearnerError
-from orchestrator.ports import GroupsLost, Wait
+from learner.errors import LESS_MEMORY, LearnerError, RankLost
+from orchestrator.ports import GroupsLost, Wait, WriteFailed
 from orchestrator.types import Published, Ref, ScoredGroup, StepMetrics, WeightBucket
 
 if TYPE_CHECKING:  # it imports torch, transformers and deepspeed, which the driver does without
@@ -137,20 +137,23 @@ class LearnerGroup:
             runtime_env: Ray runtime environment of the actor of a given name ("learner-0"); its variables win over ours.
             strategies: Ray scheduling strategy of each rank; empty: Ray's default.
         """
-        learner = config.learner
-        self._config = config
-        self._names = [f"learner-{rank}" for rank in range(learner.num_ranks)]
-        self._ready: dict[int, Ready] = {}
+        self._config, self._runtime_env, self._strategies = config, runtime_env, strategies
+        self._names = [f"learner-{rank}" for rank in range(config.learner.num_ranks)]
         self._waits: list[tuple[int, str, float, float]] = []  # rank, doing, monotonic start, deadline in seconds
+        self._spawn()
+
+    def _spawn(self) -> None:
+        learner = self._config.learner
+        self._ready: dict[int, Ready] = {}
         actor = ray.remote(Rank)
         self._actors = [
             actor.options(
                 num_cpus=learner.num_cpus,
                 num_gpus=learner.num_gpus,
                 max_restarts=0,
-                scheduling_strategy=strategies[rank] if strategies else None,
-                runtime_env=_runtime_env(learner.threads, runtime_env(name)),
-            ).remote(config, rank)
+                scheduling_strategy=self._strategies[rank] if self._strategies else None,
+                runtime_env=_runtime_env(learner.threads, self._runtime_env(name)),
+            ).remote(self._config, rank)
             for rank, name in enumerate(self._names)
         ]
 
@@ -186,12 +189,26 @@ class LearnerGroup:
             assistants = {r: a.assist.remote() for r, a in enumerate(self._actors) if r > 0}
         return Publication(stream, self._ready[0].num_buckets, assistants, self)
 
+    async def restart(self) -> None:
+        """End what is left of the ranks, and start new ones from the model that training began with.
+
+        Raises:
+            LearnerError: they could not start.
+        """
+        self.close()
+        self._spawn()
+        await self.start()
+
     async def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder that from_pretrained and vLLM load."""
         await self.gather("export", {r: a.export.remote(folder) for r, a in enumerate(self._actors)})
 
     async def save(self, folder: Path) -> None:
-        """Write a checkpoint, each rank its part; making the folder atomic is the caller's."""
+        """Write a checkpoint, each rank its part; making the folder atomic is the caller's.
+
+        Raises:
+            WriteFailed: the folder cannot be written.
+        """
         await self.gather("save", {r: a.save.remote(folder) for r, a in enumerate(self._actors)})
 
     async def load(self, folder: Path) -> None:
@@ -242,17 +259,19 @@ class LearnerGroup:
         try:
             return await asyncio.wait_for(_plain(waited_for), timeout_s)
         except TimeoutError:
-            raise LearnerError(
+            raise RankLost(
                 f"{self._who(rank)} must finish its {doing} within {timeout_s:g} s, got no answer. "
                 "Look at its log; raise learner.timeout_s or cluster.start_timeout_s if it only needs longer."
             ) from None
         except RayActorError as error:
-            raise LearnerError(
+            raise RankLost(
                 f"{self._who(rank)} must live through its {doing}, got its death: {_last_words(error)} "
                 f"If memory ran out: {LESS_MEMORY}"
             ) from error
         except RayTaskError as error:
             cause = error.cause
+            if isinstance(cause, WriteFailed):
+                raise cause from None
             said = str(cause) if isinstance(cause, LearnerError) else f"{type(cause).__name__}: {cause}"
             raise LearnerError(f"{self._who(rank)} must finish its {doing}, got {said}") from error
         except RayError as error:

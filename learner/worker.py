@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from configs.schema import Config
 from learner import checkpoint
@@ -24,6 +25,7 @@ from learner.logprobs import TokenLogprobs
 from learner.policy import load_policy
 from learner.update import Updater
 from learner.weights import Publisher
+from orchestrator.ports import WriteFailed
 from orchestrator.types import Published, ScoredGroup, StepMetrics, WeightBucket
 
 log = logging.getLogger(__name__)
@@ -110,7 +112,10 @@ class LearnerWorker:
     def save(self, folder: Path) -> None:
         """Write a checkpoint, each rank its part."""
         with self._explained("checkpoint"):
-            checkpoint.save(self._updater, folder, self._rank, self._config.learner.num_ranks)
+            try:
+                checkpoint.save(self._updater, folder, self._rank, self._config.learner.num_ranks)
+            except (OSError, SafetensorError) as error:
+                raise WriteFailed(f"rank {self._rank} on {socket.gethostname()}: {error}") from None
 
     def load(self, folder: Path) -> None:
         """Read a checkpoint."""

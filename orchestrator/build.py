@@ -84,8 +84,7 @@ async def run(config: Config, console: Console) -> None:
     data = check(config)
     folder = Path(config.train.output_dir).absolute()
     start = find(folder, config.train.resume, config.train.resume_allow, config=flat(config), origin=data.origin)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(config))
+    _open_folder(folder, config)
     cloudpickle.register_pickle_by_value(process)  # workers call the hook before they can import our rooms
     connect(config, process.enter, functools.partial(console.print, highlight=False, markup=False))
     stop = Stop()
@@ -98,6 +97,16 @@ async def run(config: Config, console: Console) -> None:
     finally:
         ray.shutdown()
     console.print(f"policy written to {folder / 'policy'}", highlight=False)
+
+
+def _open_folder(folder: Path, config: Config) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"train.output_dir must be a folder that can be written, got {folder} ({error.strerror}). Name another."
+        ) from None
 
 
 def _listen_to_signals(stop: Stop, console: Console) -> None:
@@ -147,6 +156,9 @@ async def _start(
         for part in (learner, rollout, rewarder, *([reference] if reference else [])):
             starting.create_task(part.start())
     stack.push_async_callback(feed.close)
+    beside = {"config": flat(config), "origin": data.origin}
+    saver = Saver(folder, beside=beside, settings=config.checkpoint, begun=start.state.step, report=report)
+    stack.push_async_callback(saver.close)
     log = _run_log(config, folder, console)
     stack.callback(log.close)
     return Parts(
@@ -157,12 +169,7 @@ async def _start(
         log=log,
         status=status,
         chaos=Chaos(config.debug.chaos, pools, report),
-        saver=Saver(
-            folder,
-            beside={"config": flat(config), "origin": data.origin},
-            settings=config.checkpoint,
-            begun=start.state.step if start.state else 0,
-        ),
+        saver=saver,
         start=start,
         stop=stop,
     )

@@ -36,6 +36,9 @@ class FeedState:
     in_flight: list[int]  # draw numbers, to be drawn again
 
 
+EMPTY = FeedState(drawn=0, trained=0, filtered=0, failed=0, in_flight=[])
+
+
 @dataclass(slots=True)
 class Ledger:
     """Where every prompt is: drawn = trained + filtered + failed + in flight."""
@@ -124,8 +127,8 @@ class Feed:
         """
         self.ledger = Ledger()
         self._stream, self._score, self._has_signal, self._max_refill = stream, score, has_signal, max_refill
+        self._num_groups, self._num, self._staleness = num_groups, prompts_per_step, max_staleness
         self._remaining = num_groups  # groups that the run still wants to start
-        self._num, self._staleness = prompts_per_step, max_staleness
         self._version = 0
         self._next = 0  # number of the next new draw
         self._redraw: list[int] = []  # draws of a resumed run that were in flight
@@ -152,12 +155,14 @@ class Feed:
         """Say where the feed stands (between two steps)."""
         return FeedState(**asdict(self.ledger), in_flight=sorted({*self._flights, *self._taken}))
 
-    def restore(self, state: FeedState) -> None:
-        """Go on where a feed stood; what was in flight is drawn again at the next refill."""
+    async def restore(self, state: FeedState) -> None:
+        """Go to where a feed stood, whatever this one has in flight; what was in flight there is drawn again at the next refill."""
+        await self.close()
+        self._flights, self._taken = {}, set()
         self.ledger = Ledger(
             drawn=state.drawn - len(state.in_flight), trained=state.trained, filtered=state.filtered, failed=state.failed
         )
-        self._remaining -= state.trained
+        self._remaining = self._num_groups - state.trained
         self._next = state.drawn
         self._redraw = list(state.in_flight)
 

@@ -106,7 +106,11 @@ class RunLog:
         if done:
             self._console.print(f"resumed after step {done}", highlight=False)
         for note in notes:
-            self._console.print(note, style="yellow", highlight=False, markup=False)
+            self.note(note)
+
+    def note(self, sentence: str) -> None:
+        """Tell people something that is not a number."""
+        self._console.print(sentence, style="yellow", highlight=False, markup=False)
 
     async def step(self, step: int, metrics: StepMetrics, groups: Sequence[ScoredGroup]) -> None:
         """Record one step and what it trained; every few steps show some samples."""

@@ -35,6 +35,14 @@ class GroupsLost(RuntimeError):
         self.draws = frozenset(draws)
 
 
+class LearnerLost(RuntimeError):
+    """A rank of the learner is gone, and what it knew with it; the learner can be started again and go on from a checkpoint."""
+
+
+class WriteFailed(RuntimeError):
+    """A checkpoint could not be written; the ones before it are as they were."""
+
+
 class Publication(Protocol):
     """One weight version on its way out. It can be iterated again: a replaced engine loads the last one."""
 
@@ -90,8 +98,16 @@ class Learner(Protocol):
         """Start publishing the present weights as version `steps`."""
         ...
 
+    async def restart(self) -> None:
+        """Start again from the model that training began with, whatever is left of the ranks."""
+        ...
+
     async def save(self, folder: Path) -> None:
-        """Write all that the next step depends on."""
+        """Write all that the next step depends on.
+
+        Raises:
+            WriteFailed: the folder cannot be written.
+        """
         ...
 
     async def load(self, folder: Path) -> None:

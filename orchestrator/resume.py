@@ -9,6 +9,7 @@ from typing import Any
 
 from configs.rules import ConfigError
 from orchestrator.checkpoint import RunState, fault_of, listed, newest, read_state, step_of
+from orchestrator.feed import EMPTY
 
 # changing these does not change what is trained: they are shown; any other must be as it was, or be named in train.resume_allow
 FREE = (
@@ -32,11 +33,11 @@ class Start:
     """Where a run begins, and what people should know about it."""
 
     folder: Path | None  # of the checkpoint; None: from the beginning
-    state: RunState | None
+    state: RunState
     notes: list[str]
 
 
-BEGINNING = Start(folder=None, state=None, notes=[])
+BEGINNING = RunState(step=0, digest="", evaluated=False, feed=EMPTY)
 
 
 def find(run: Path, resume: str, allow: Sequence[str], *, config: Mapping[str, Any], origin: Mapping[str, str]) -> Start:
@@ -54,12 +55,18 @@ def find(run: Path, resume: str, allow: Sequence[str], *, config: Mapping[str, A
     """
     folder, notes = _choose(run, resume)
     if folder is None:
-        return Start(folder=None, state=None, notes=notes)
+        return Start(folder=None, state=BEGINNING, notes=notes)
     state, raw = read_state(folder)
     _compare_origin(folder, raw["origin"], origin, allow)
     notes += _compare_config(folder, raw["config"], json.loads(json.dumps(config)), allow)
     notes += _compare_packages(raw["packages"])
     return Start(folder=folder, state=state, notes=notes)
+
+
+def find_again(run: Path, start: Start) -> Start:
+    """Find where a run that is under way goes on: its newest whole checkpoint, or where it began."""
+    folder, notes = newest(run)
+    return Start(folder=folder, state=read_state(folder)[0], notes=notes) if folder else start
 
 
 def _choose(run: Path, resume: str) -> tuple[Path | None, list[str]]:

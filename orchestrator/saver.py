@@ -1,54 +1,86 @@
-"""When a run writes checkpoints, and which of them it keeps."""
+"""When a run writes checkpoints, and which of them it keeps.
 
+A checkpoint is written while the next groups are generated: weights stay as they are until the next learner step, which waits for it.
+"""
+
+import asyncio
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from configs.schema import CheckpointConfig
-from orchestrator.checkpoint import (
-    LEARNER,
-    RunState,
-    is_complete,
-    listed,
-    remove,
-    scratch_of,
-    step_of,
-    write,
-)
-from orchestrator.ports import Learner
+from orchestrator.checkpoint import LEARNER, RunState, is_complete, listed, remove, scratch_of, step_of, write
+from orchestrator.ports import Learner, WriteFailed
 
 
 class Saver:
     """Writes the checkpoints of one run."""
 
-    def __init__(self, run: Path, *, beside: Mapping[str, Any], settings: CheckpointConfig, begun: int) -> None:
-        """Take the run's folder, what is written into every checkpoint, and the step at which the run begins."""
-        self.newest_step = begun  # later than it nothing is saved
-        self._run, self._beside, self._settings = run, beside, settings
+    def __init__(
+        self, run: Path, *, beside: Mapping[str, Any], settings: CheckpointConfig, begun: int, report: Callable[[str], None]
+    ) -> None:
+        """Take the run's folder, what is written into every checkpoint, the step at which the run begins, and where to tell people."""
+        self.newest_step = begun  # that is saved
+        self._run, self._beside, self._settings, self._report = run, beside, settings, report
+        self._writing: asyncio.Task[None] | None = None
+        self._failure = ""  # of the newest write
 
     def due(self, step: int, last: int) -> bool:
         """Whether a checkpoint follows this step: every so many, and after the last."""
         return self._settings.every > 0 and (step % self._settings.every == 0 or step == last)
 
-    async def save(self, state: RunState, learner: Learner) -> Path:
-        """Write one checkpoint; a failure leaves the others as they are.
+    async def begin(self, state: RunState, learner: Learner) -> None:
+        """Start writing a checkpoint; `settle` before the learner's next step."""
+        await self.settle()
+        self._writing = asyncio.create_task(self._write(state, learner))
+
+    async def settle(self) -> None:
+        """Wait for the checkpoint that is being written; a failure is told, and leaves the others as they are.
 
         Raises:
-            OSError: the disk is full or cannot be written.
+            LearnerLost: the learner died meanwhile.
         """
-        scratch = scratch_of(self._run, state.step)
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        self._failure = ""
         try:
+            await writing
+        except (OSError, WriteFailed) as error:
+            complete = [folder for folder in listed(self._run) if is_complete(folder)]
+            left = f"the newest whole one is {complete[-1]}" if complete else "there is none"
+            self._failure = f"a checkpoint could not be written: {error}; {left}"
+            self._report(f"{self._failure}. The run goes on; make room, or the next one fails too.")
+
+    async def finish(self) -> None:
+        """Wait for the last checkpoint.
+
+        Raises:
+            WriteFailed: it could not be written.
+        """
+        await self.settle()
+        if self._failure:
+            raise WriteFailed(self._failure)
+
+    async def close(self) -> None:
+        """Abandon what is being written."""
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def _write(self, state: RunState, learner: Learner) -> None:
+        scratch = scratch_of(self._run, state.step)
+        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+        try:
+            scratch.mkdir(parents=True)
             await learner.save(scratch / LEARNER)
-            folder = write(self._run, state, self._beside)
+            await asyncio.to_thread(write, self._run, state, self._beside)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         self.newest_step = state.step
-        self._tidy(state.step)
-        return folder
+        await asyncio.to_thread(self._tidy, state.step)
 
     def _tidy(self, step: int) -> None:
         """Remove old checkpoints; what a later step left in the folder is not counted (it was passed over)."""

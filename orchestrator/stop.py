@@ -5,7 +5,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-TOO_EARLY = "stopped before the first step"  # unless whoever catches it knows better
+TOO_EARLY = "stopped before there was anything new to save"  # unless whoever catches it knows better
 
 
 class Stopped(Exception):

@@ -1,6 +1,7 @@
 """THE loop. Synchronous and asynchronous training are the same lines: staleness is a number in the feed."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,8 +10,8 @@ from orchestrator.checkpoint import LEARNER, RunState
 from orchestrator.evaluate import Evaluator
 from orchestrator.feed import MAX_LOSSES, Feed
 from orchestrator.metrics import Clock, RunLog, group_metrics, sync_metrics
-from orchestrator.ports import GroupsLost, Learner, Rollout
-from orchestrator.resume import ResumeError, Start
+from orchestrator.ports import GroupsLost, Learner, LearnerLost, Rollout
+from orchestrator.resume import ResumeError, Start, find_again
 from orchestrator.saver import Saver
 from orchestrator.status import Status
 from orchestrator.stop import Stop, Stopped
@@ -34,25 +35,44 @@ class Parts:
 
 
 async def train(config: Config, parts: Parts) -> None:
-    """Train for `train.num_steps` steps, evaluate before, during and after, and export the final policy.
+    """Train for `train.num_steps` steps; a learner that dies is started again and goes on from the newest checkpoint.
 
     Raises:
         Stopped: somebody asked for it; where the run stood is saved.
+        LearnerLost: it died once more than `train.max_restarts`.
     """
-    here = await parts.stop.unless_asked(restore(config, parts))
+    start, restarts = parts.start, 0
+    while True:
+        try:
+            return await train_from(config, parts, start)
+        except LearnerLost as error:
+            restarts += 1
+            if restarts > config.train.max_restarts:
+                raise
+            start = await revive(config, parts, f"{error} It is started again ({restarts} of {config.train.max_restarts} times).")
+
+
+async def train_from(config: Config, parts: Parts, start: Start) -> None:
+    """Train from a checkpoint or the beginning, evaluate before, during and after, and export the final policy."""
+    stop, saver = parts.stop, parts.saver
+    here = await stop.unless_asked(restore(config, parts, start))
     try:
         here = await evaluate(config, parts, here)
         while here.step < config.train.num_steps:
             here = await train_step(config, parts, here)
             here = await evaluate(config, parts, here)
-            if parts.saver.due(here.step, config.train.num_steps):
-                await save(parts, here)
+            if saver.due(here.step, config.train.num_steps):
+                await saver.begin(replace(here, feed=parts.feed.state()), parts.learner)
     except Stopped:
-        if here.step > parts.saver.newest_step:
-            await save(parts, here)
+        parts.status.enter("checkpoint", here.step)
+        await saver.settle()
+        if here.step > saver.newest_step:
+            await saver.begin(replace(here, feed=parts.feed.state()), parts.learner)
+        await saver.finish()
         raise Stopped(f"stopped after step {here.step}") from None
     parts.status.enter("export", here.step)
     await parts.learner.export(Path(config.train.output_dir) / "policy")
+    await saver.finish()
 
 
 async def train_step(config: Config, parts: Parts, here: RunState) -> RunState:
@@ -77,6 +97,8 @@ async def take_and_learn(parts: Parts, clock: Clock) -> tuple[list[ScoredGroup],
     while True:
         with clock("rollout"):
             groups = await parts.stop.unless_asked(parts.feed.take())
+        with clock("checkpoint"):
+            await parts.saver.settle()
         try:
             with clock("learner"):
                 return groups, await parts.learner.step(groups)
@@ -87,29 +109,33 @@ async def take_and_learn(parts: Parts, clock: Clock) -> tuple[list[ScoredGroup],
             parts.feed.redo(groups, error.draws)
 
 
-async def restore(config: Config, parts: Parts) -> RunState:
+async def restore(config: Config, parts: Parts, start: Start) -> RunState:
     """Go to where the run begins, with its weights in every engine."""
-    folder, state = parts.start.folder, parts.start.state
-    done = state.step if state else 0
-    parts.log.begin(done, parts.start.notes)
-    if folder is not None and state is not None:
-        parts.status.enter("resume", done)
-        await parts.learner.load(folder / LEARNER)
-        parts.feed.restore(state.feed)
+    done = start.state.step
+    parts.log.begin(done, start.notes)
+    parts.status.enter("resume" if start.folder else "start", done)
+    if start.folder is not None:
+        await parts.learner.load(start.folder / LEARNER)
+    await parts.feed.restore(start.state.feed)
     version, _ = await sync_weights(parts, steps=done)
-    check_resumed(config, parts.start, version)
-    return state or RunState(step=0, digest=version.digest, evaluated=False, feed=parts.feed.state())
+    if start.folder is not None and not config.train.resume_allow:
+        check_resumed(start, version)
+    return replace(start.state, digest=version.digest)
 
 
-async def save(parts: Parts, here: RunState) -> None:
-    """Write a checkpoint of where the run stands."""
-    parts.status.enter("checkpoint", here.step)
-    await parts.saver.save(replace(here, feed=parts.feed.state()), parts.learner)
+async def revive(config: Config, parts: Parts, why: str) -> Start:
+    """Start the learner again; returns where the run goes on."""
+    parts.log.note(why)
+    parts.status.enter("restart of the learner", parts.saver.newest_step)
+    with suppress(LearnerLost):
+        await parts.saver.settle()
+    await parts.stop.unless_asked(parts.learner.restart())
+    return find_again(Path(config.train.output_dir), parts.start)
 
 
-def check_resumed(config: Config, start: Start, version: WeightVersion) -> None:
+def check_resumed(start: Start, version: WeightVersion) -> None:
     """Compare the weights that the engines serve now with those that were saved."""
-    if start.state is not None and not config.train.resume_allow and version.digest != start.state.digest:
+    if version.digest != start.state.digest:
         raise ResumeError(
             f"a resumed run must go on with the weights that were saved, got digest {version.digest} instead of {start.state.digest} from "
             f"{start.folder}. Check that model.path and model.dtype are as they were."

@@ -2,23 +2,25 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from orchestrator.__main__ import run_command
-from tests.e2e.cli import metrics, processes_with, start, train, wait_for
+from tests.e2e.cli import metrics, processes_with, start, train, wait_for, writers_of
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
 OPTIONS = ["train.num_steps=6", "checkpoint.every=2", "train.resume=auto", "algorithm.beta=0.05", "algorithm.kl_target=0.5",
-           "learner.zero_stage=2", "rollout.backend=hf"]  # fmt: skip
+           "learner.zero_stage=2", "learner.num_ranks=2", "rollout.backend=hf"]  # fmt: skip
 
 
 def untimed(folder) -> list[dict]:
-    """Leave out times, and `mismatch/`: an engine's logprobs differ in their last bits with what else was in its batch."""
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "mismatch/"))} for row in metrics(folder)]
+    """Leave out times and counters of supervision, and `mismatch/`: an engine's logprobs differ in their last bits with its batch."""
+    left_out = ("time/", "mismatch/", "workers/")
+    return [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in metrics(folder)]
 
 
 def rows_of(arguments: list[str]) -> str:
@@ -26,24 +28,52 @@ def rows_of(arguments: list[str]) -> str:
     return next(a.partition("=")[2] for a in arguments if a.startswith("data.train="))
 
 
-def test_kill_9_and_resume_equals_an_undisturbed_run(tiny, tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    code, output = train(*tiny(whole), *OPTIONS)
+def assert_same(run: Path, other: Path) -> None:
+    """Compare metrics, prompts and weights of two runs bit for bit."""
+    assert untimed(run) == untimed(other)
+    assert (run / "trained.jsonl").read_text() == (other / "trained.jsonl").read_text()
+    found, expected = (load_file(folder / "policy" / "model.safetensors") for folder in (run, other))
+    assert found.keys() == expected.keys() and all((found[name] == expected[name]).all() for name in found)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """Run without a disturbance."""
+    run = tmp_path_factory.mktemp("whole")
+    code, output = train(*tiny(run), *OPTIONS)
     assert code == 0, output
-    evaluation = [f"eval.data={{sums: {rows_of(tiny(killed))}}}", "eval.every=1", "eval.num_samples=2"]  # it never changes training
-    process = start("train", *tiny(killed), *OPTIONS, *evaluation)
-    wait_for(lambda: list(killed.glob("checkpoints/step-*/COMPLETE")), 200, "the first checkpoint")
+    return run
+
+
+def checkpointed(run: Path):
+    return wait_for(lambda: list(run.glob("checkpoints/step-*/COMPLETE")), 200, "the first checkpoint")
+
+
+def test_kill_9_and_resume_equals_an_undisturbed_run(tiny, tmp_path, whole):
+    run = tmp_path / "killed"
+    evaluation = [f"eval.data={{sums: {rows_of(tiny(run))}}}", "eval.every=1", "eval.num_samples=2"]  # it never changes training
+    process = start("train", *tiny(run), *OPTIONS, *evaluation)
+    checkpointed(run)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=30)
-    wait_for(lambda: not processes_with(str(killed)), 30, "the end of every worker process")
-    code, output = train(*tiny(killed), *OPTIONS, *evaluation)
+    wait_for(lambda: not processes_with(str(run)), 30, "the end of every worker process")
+    code, output = train(*tiny(run), *OPTIONS, *evaluation)
     assert code == 0 and "resumed after step" in output, output
     assert "eval at step 6: sums/greedy" in output and "pass@2" in output, output
-    assert untimed(killed) == untimed(whole)
-    weights = [load_file(folder / "policy" / "model.safetensors") for folder in (whole, killed)]
-    assert weights[0].keys() == weights[1].keys()
-    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
-    assert run_command(["export", str(killed), "--output", str(tmp_path / "exported")]) == 0
-    exported = load_file(tmp_path / "exported" / "model.safetensors")
-    assert exported.keys() == weights[0].keys() and all((exported[name] == weights[0][name]).all() for name in exported)
+    assert_same(run, whole)
+    assert run_command(["export", str(run), "--output", str(tmp_path / "exported")]) == 0
+    exported, policy = (load_file(folder / "model.safetensors") for folder in (tmp_path / "exported", run / "policy"))
+    assert exported.keys() == policy.keys() and all((exported[name] == policy[name]).all() for name in exported)
     assert AutoTokenizer.from_pretrained(tmp_path / "exported")("1+1=") == AutoTokenizer.from_pretrained(whole / "policy")("1+1=")
+
+
+def test_a_killed_learner_rank_is_survived_with_the_same_weights(tiny, tmp_path, whole):
+    process = start("train", *tiny(tmp_path), *OPTIONS)
+    (rank,) = wait_for(lambda: writers_of(tmp_path / "logs" / "learner-1.log"), 200, "the start of rank 1")
+    checkpointed(tmp_path)
+    os.kill(rank, signal.SIGKILL)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0 and "Traceback" not in output, output
+    assert "Learner rank 1 (node" in output and "It is started again (1 of 3 times)." in output and "resumed after step" in output, output
+    assert_same(tmp_path, whole)
+    wait_for(lambda: not processes_with(str(tmp_path)), 15, "the end of every worker process")

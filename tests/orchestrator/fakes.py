@@ -137,6 +137,9 @@ class FakeLearner:
     def publish(self, steps: int) -> FakePublication:
         return FakePublication(self.logits, steps)
 
+    async def restart(self) -> None:
+        self.logits, self.steps = torch.zeros_like(self.logits), 0
+
     async def save(self, folder: Path) -> None:
         folder.mkdir()
         torch.save((self.logits, self.steps), folder / "bandit.pt")

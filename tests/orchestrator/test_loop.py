@@ -72,8 +72,8 @@ async def run(config: Config, folder: Path, *, rollout=None, rewarder=None, lear
     evaluator = Evaluator(rollout, rewarder, {"": prompts()}, {"sampled": way}, solved_at=1.0, max_samples=64)
     beside = {"config": flat(config), "origin": ORIGIN}
     start = find(folder, config.train.resume, config.train.resume_allow, **beside)
-    begun = start.state.step if start.state else 0
-    saver = Saver(folder, beside=beside, settings=config.checkpoint, begun=begun)
+    told = []
+    saver = Saver(folder, beside=beside, settings=config.checkpoint, begun=start.state.step, report=told.append)
     parts = Parts(
         rollout=rollout,
         learner=learner,
@@ -91,6 +91,7 @@ async def run(config: Config, folder: Path, *, rollout=None, rewarder=None, lear
             await train(config, parts)
     finally:
         await feed.close()
+        await saver.close()
         log.close()
     return parts, learner
 
@@ -286,7 +287,7 @@ def test_time_parts_add_up(tmp_path):
     asyncio.run(run(make(tmp_path, "train.num_steps=2"), tmp_path))
     for row in lines(tmp_path):
         if "time/step_s" in row:
-            parts = row["time/rollout_s"] + row["time/learner_s"] + row["time/weight_sync_s"] + row["time/other_s"]
+            parts = sum(row[f"time/{part}_s"] for part in ("rollout", "checkpoint", "learner", "weight_sync", "other"))
             assert parts == pytest.approx(row["time/step_s"])
 
 

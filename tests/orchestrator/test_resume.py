@@ -5,11 +5,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from configs.rules import ConfigError
 from configs.schema import CheckpointConfig
 from orchestrator.checkpoint import RunState, chosen, fault_of, folder_of
 from orchestrator.feed import FeedState
+from orchestrator.ports import LearnerLost, WriteFailed
 from orchestrator.resume import BEGINNING, Start, find
 from orchestrator.saver import Saver
 from orchestrator.stop import Stop, Stopped
@@ -124,6 +126,104 @@ def test_a_stopped_run_saves_where_it_stands_and_goes_on_from_there(tmp_path, st
         assert (resumed.logits == undisturbed.logits).all()
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("during", ["step", "save", "sync"])
+@pytest.mark.parametrize(("at", "every"), [(1, 2), (4, 2), (6, 2), (3, 0)])
+def test_a_learner_that_dies_goes_on_from_the_newest_checkpoint(tmp_path, staleness, during, at, every):
+    options = ["train.num_steps=6", f"train.max_staleness={staleness}", "algorithm.correction=none", f"checkpoint.every={every}"]
+    whole_folder, folder = tmp_path / "whole", tmp_path / "died"
+    whole_folder.mkdir(), folder.mkdir()
+    _, undisturbed = asyncio.run(run(make(whole_folder, *options), whole_folder))
+    deaths = []
+
+    class Learner(FakeLearner):
+        def die(self, place: str, steps: int) -> None:
+            if (place, steps) == (during, at) and not deaths:
+                deaths.append(self.steps)
+                self.logits = torch.full_like(self.logits, torch.nan)
+                raise LearnerLost("rank 0 died.")
+
+        async def step(self, groups):
+            self.die("step", self.steps + 1)
+            return await super().step(groups)
+
+        async def save(self, folder):
+            self.die("save", self.steps)
+            await super().save(folder)
+
+        def publish(self, steps):
+            self.die("sync", steps)
+            return super().publish(steps)
+
+    learner = Learner(make(folder).algorithm)
+    parts, _ = asyncio.run(run(make(folder, *options), folder, learner=learner))
+    assert len(deaths) == (0 if during == "save" and (every == 0 or at % every) else 1)
+    assert parts.feed.ledger.trained == 24 == parts.feed.ledger.drawn
+    trained = [json.loads(line) for line in (folder / "trained.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in trained] == [1, 2, 3, 4, 5, 6]
+    assert sorted(number for row in trained for number in row["draws"]) == list(range(24))
+    if staleness == 0:
+        assert (learner.logits == undisturbed.logits).all()
+
+
+def test_a_learner_that_dies_too_often_ends_the_run(tmp_path):
+    class Learner(FakeLearner):
+        async def step(self, groups):
+            raise LearnerLost("rank 0 died.")
+
+        async def restart(self):
+            restarts.append(1)
+
+    restarts = []
+    with pytest.raises(LearnerLost):
+        asyncio.run(run(make(tmp_path, "train.max_restarts=2"), tmp_path, learner=Learner(make(tmp_path).algorithm)))
+    assert len(restarts) == 2
+
+
+def test_a_step_waits_for_a_checkpoint_only_before_it_learns(tmp_path):
+    """Groups of step 2 are generated while the checkpoint of step 1 is written; the learner has it to itself until it is whole."""
+    order = []
+
+    class Rollout(FakeRollout):
+        async def generate(self, draw, sampling):
+            if sampling.num_samples > 1 and draw.number == 4:
+                order.append("generate")
+            return await super().generate(draw, sampling)
+
+    class Learner(FakeLearner):
+        async def save(self, folder):
+            await asyncio.sleep(0.2)
+            order.append("saved")
+            await super().save(folder)
+
+        async def step(self, groups):
+            if self.steps == 1:
+                order.append("step")
+            return await super().step(groups)
+
+    config = make(tmp_path, "train.num_steps=2", "checkpoint.every=1")
+    asyncio.run(run(config, tmp_path, rollout=Rollout(), learner=Learner(config.algorithm)))
+    assert order == ["generate", "saved", "step", "saved"]
+    assert lines(tmp_path)[2]["time/checkpoint_s"] > 0.1
+
+
+def test_a_failed_write_is_told_and_the_run_goes_on_unless_it_was_the_last(tmp_path):
+    class Full(FakeLearner):
+        async def save(self, folder):
+            if self.steps in full:
+                raise WriteFailed("rank 0: No space left on device")
+            await super().save(folder)
+
+    full = [2]
+    config = make(tmp_path, "train.num_steps=3", "checkpoint.every=1")
+    parts, learner = asyncio.run(run(config, tmp_path, learner=Full(config.algorithm)))
+    assert names(tmp_path) == ["step-000001", "step-000003"] and learner.exported
+    full = [3]
+    (tmp_path / "b").mkdir()
+    with pytest.raises(WriteFailed, match="newest whole one is .*step-000002"):
+        asyncio.run(run(make(tmp_path / "b", "train.num_steps=3", "checkpoint.every=1"), tmp_path / "b", learner=Full(config.algorithm)))
+
+
 FEED = FeedState(drawn=4, trained=4, filtered=0, failed=0, in_flight=[])
 CONFIG = {"learner.lr": 0.1, "learner.lr_schedule": "constant", "eval.every": 3, "train.num_steps": 6}
 
@@ -131,10 +231,14 @@ CONFIG = {"learner.lr": 0.1, "learner.lr_schedule": "constant", "eval.every": 3,
 def save(folder, *steps: int, learner=None, keep_last: int = 9, config=CONFIG, origin=ORIGIN) -> None:
     learner = learner or FakeLearner(make(folder).algorithm)
     settings = CheckpointConfig(every=1, keep_last=keep_last)
-    saver = Saver(folder, beside={"config": config, "origin": origin}, settings=settings, begun=0)
-    for step in steps:
-        state = RunState(step=step, digest="d", evaluated=True, feed=FEED)
-        asyncio.run(saver.save(state, learner))
+    saver = Saver(folder, beside={"config": config, "origin": origin}, settings=settings, begun=0, report=lambda sentence: None)
+
+    async def write_all() -> None:
+        for step in steps:
+            await saver.begin(RunState(step=step, digest="d", evaluated=True, feed=FEED), learner)
+        await saver.finish()
+
+    asyncio.run(write_all())
 
 
 def go_on(folder, resume: str = "auto", *, allow=(), config=CONFIG, origin=ORIGIN) -> Start:
@@ -171,7 +275,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over_or_refused(tmp_path, dama
     bad = folder_of(tmp_path, 3)
     damage(bad)
     start = go_on(tmp_path)
-    assert start.folder == folder_of(tmp_path, 2) and start.state is not None and start.state.step == 2
+    assert start.folder == folder_of(tmp_path, 2) and start.state.step == 2
     (note,) = start.notes
     assert note.startswith(f"passed over the checkpoint {bad}: ") and words in note
     with pytest.raises(ConfigError, match="folder of a whole checkpoint") as caught:
@@ -203,7 +307,7 @@ def test_a_failed_write_leaves_the_last_good_one(tmp_path):
             raise OSError(28, "No space left on device")
 
     save(tmp_path, 1)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(WriteFailed, match="could not be written: .*No space left on device; the newest whole one is .*step-000001"):
         save(tmp_path, 2, learner=Full(make(tmp_path).algorithm))
     assert names(tmp_path) == ["step-000001"] and not fault_of(folder_of(tmp_path, 1))
 
@@ -217,7 +321,7 @@ def test_another_origin_is_refused_unless_allowed(tmp_path, part, words):
     other = ORIGIN | {part: "another"}
     with pytest.raises(ConfigError, match=words):
         go_on(tmp_path, origin=other)
-    assert go_on(tmp_path, origin=other, allow=["data.train" if part == "prompts" else "model.path"]).state is not None
+    assert go_on(tmp_path, origin=other, allow=["data.train" if part == "prompts" else "model.path"]).state.step == 1
 
 
 def test_what_changes_the_mathematics_is_refused_and_the_rest_is_shown(tmp_path):
@@ -229,19 +333,19 @@ def test_what_changes_the_mathematics_is_refused_and_the_rest_is_shown(tmp_path)
         go_on(tmp_path, config=changed)
     assert len(go_on(tmp_path, config=changed, allow=["learner.lr"]).notes) == 2
     longer = CONFIG | {"train.num_steps": 9}
-    assert go_on(tmp_path, config=longer).state is not None
+    assert go_on(tmp_path, config=longer).state.step == 1
     with pytest.raises(ConfigError, match="train.num_steps: 6 -> 9"):  # it stretches the schedule
         go_on(tmp_path, config=longer | {"learner.lr_schedule": "linear"}, allow=["learner.lr_schedule"])
 
 
 def test_checkpoints_of_two_runs_are_never_mixed_up(tmp_path):
-    assert go_on(tmp_path, "never") == go_on(tmp_path) == BEGINNING
+    assert go_on(tmp_path, "never") == go_on(tmp_path) == Start(folder=None, state=BEGINNING, notes=[])
     save(tmp_path, 1, 2)
     with pytest.raises(ConfigError, match="run folder without checkpoints, got .*step-000002"):
         go_on(tmp_path, "never")
     with pytest.raises(ConfigError, match="newest whole checkpoint of train.output_dir, got .*step-000001 while step-000002 is there"):
         go_on(tmp_path, str(folder_of(tmp_path, 1)))
     branch = go_on(tmp_path / "branch", str(folder_of(tmp_path, 1)))
-    assert branch.state is not None and branch.state.step == 1
+    assert branch.state.step == 1
     with pytest.raises(ConfigError, match="it is not there"):
         go_on(tmp_path, str(tmp_path / "nowhere"))
