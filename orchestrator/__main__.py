@@ -9,11 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from configs.rules import ConfigError
+from orchestrator.commands.evaluate import evaluate
 from orchestrator.commands.export import export
 from orchestrator.commands.train import train
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
+    "eval": evaluate,
     "export": export,
 }
 

@@ -3,9 +3,11 @@
 import asyncio
 import functools
 import signal
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import cloudpickle
@@ -57,20 +59,26 @@ def check(config: Config) -> Data:
     Raises:
         ConfigError: model, dataset or reward function cannot be used.
     """
+    tokenizer = _check_parts(config)
+    prompts = read_prompts(config.data.train, "data.train", config, tokenizer)
+    return Data(train=prompts, held_out=_held_out(config, tokenizer), origin=origin(config.model.path, tokenizer, prompts))
+
+
+def _check_parts(config: Config) -> Any:
+    """Check model and rewards; returns the tokenizer."""
     tokenizer = _load_tokenizer(config)
     _check_context(config)
     check_rewards(config.reward)
     if config.reward_model.path is not None:
         check_reward_model(config)
-    prompts = read_prompts(config.data.train, "data.train", config, tokenizer)
-    return Data(
-        train=prompts,
-        held_out={
-            name: read_prompts(source, f"eval.data.{name}".rstrip("."), config, tokenizer)[: config.eval.max_prompts]
-            for name, source in held_out(config).items()
-        },
-        origin=origin(config.model.path, tokenizer, prompts),
-    )
+    return tokenizer
+
+
+def _held_out(config: Config, tokenizer: Any) -> dict[str, list[Prompt]]:
+    return {
+        name: read_prompts(source, f"eval.data.{name}".rstrip("."), config, tokenizer)[: config.eval.max_prompts]
+        for name, source in held_out(config).items()
+    }
 
 
 async def run(config: Config, console: Console) -> None:
@@ -134,12 +142,7 @@ async def _start(
     report = functools.partial(console.print, highlight=False, markup=False)
     places = await reserve(config)
     stack.callback(places.free)
-    pools = {role.name: Pool(role, report) for role in _roles(config, log_dir, places)}
-    for pool in pools.values():
-        stack.callback(pool.stop)
-    rollout = RolloutPool(pools["rollout"], dtype=config.model.dtype, load_timeout_s=config.rollout.timeout_s)
-    weights = {"reward": 1.0, "reward_model": config.reward_model.weight}
-    rewarder = RewardSum([(weight, RewardPool(pools[name])) for name, weight in weights.items() if name in pools])
+    pools, rollout, rewarder = _pools(config, _roles(config, log_dir, places), report, stack)
     reference = ReferencePool(pools["reference"]) if needs_reference(config) else None
     learner = LearnerGroup(
         config,
@@ -173,6 +176,46 @@ async def _start(
         start=start,
         stop=stop,
     )
+
+
+async def evaluate(config: Config, console: Console) -> dict[str, float]:
+    """Start engines on the weights of model.path and the rewards, evaluate, and leave no process behind.
+
+    Raises:
+        ConfigError: before an actor starts.
+        WorkerError: what ended the evaluation.
+    """
+    datasets = _held_out(config, _check_parts(config))
+    folder = Path(config.train.output_dir).absolute() / "eval"
+    folder.mkdir(parents=True, exist_ok=True)
+    report = functools.partial(console.print, highlight=False, markup=False)
+    cloudpickle.register_pickle_by_value(process)
+    connect(config, process.enter, report)
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)  # after Ray, which sets handlers of its own
+    try:
+        async with AsyncExitStack() as stack:
+            _, rollout, rewarder = _pools(config, _roles(config, folder / "logs", Places()), report, stack)
+            async with asyncio.TaskGroup() as starting:
+                for part in (rollout, rewarder):
+                    starting.create_task(part.start())
+            return await _evaluator(config, rollout, rewarder, datasets).run()
+    finally:
+        ray.shutdown()
+
+
+def _pools(
+    config: Config, roles: list[Role], report: Callable[[str], None], stack: AsyncExitStack
+) -> tuple[dict[str, Pool], RolloutPool, RewardSum]:
+    """Make the pools of all roles, and the two ports that every run has; nothing is started."""
+    pools = {role.name: Pool(role, report) for role in roles}
+    for pool in pools.values():
+        stack.callback(pool.stop)
+    rollout = RolloutPool(pools["rollout"], dtype=config.model.dtype, load_timeout_s=config.rollout.timeout_s)
+    weights = {"reward": 1.0, "reward_model": config.reward_model.weight}
+    return pools, rollout, RewardSum([(weight, RewardPool(pools[name])) for name, weight in weights.items() if name in pools])
 
 
 def export(config: Config, checkpoint: Path, folder: Path) -> None:

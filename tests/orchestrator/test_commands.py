@@ -45,3 +45,16 @@ def test_an_export_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path,
     assert "--output must be a new or empty folder" in refused("--output", str(tmp_path / "full" / "mine"))
     (folder_of(tmp_path, 2) / "COMPLETE").unlink()
     assert "step-000002: it was not finished" in refused("--step", "2")
+
+
+def test_an_evaluation_that_cannot_be_is_refused_before_anything_starts(tmp_path, capsys):
+    def refused(*arguments: str) -> str:
+        assert run_command(["eval", *arguments]) == 2
+        (sentence,) = capsys.readouterr().err.splitlines()
+        return sentence
+
+    assert "eval.data must name held-out rows" in refused("some/model")
+    assert "Did you mean eval.num_samples" in refused("some/model", "eval.num_sample=3")
+    (tmp_path / "config.yaml").touch()
+    assert "without a policy. Make one: rlooper export" in refused(str(tmp_path), "eval.data=x")
+    assert "model.path must be a Hugging Face folder" in refused(str(tmp_path / "nowhere"), "eval.data=x")
