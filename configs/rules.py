@@ -93,6 +93,7 @@ def check_rules(config: Config) -> None:
     _check_rollout(config)
     _check_reward(config)
     _check_eval(config)
+    _check_keep_best(config)
     _check_chaos(config)
     _check_devices(config)
 
@@ -279,6 +280,15 @@ def held_out(config: Config) -> dict[str, str]:
     """List the held-out datasets by name; one without a name is called ""."""
     data = config.eval.data
     return {} if data is None else dict(data) if isinstance(data, dict) else {"": data}
+
+
+def _check_keep_best(config: Config) -> None:
+    best = config.checkpoint.keep_best
+    if best is not None and not (best.startswith("eval/") and config.eval.data and config.eval.every):
+        raise ConfigError(
+            f"checkpoint.keep_best must be a metric of an evaluation, with eval.data and eval.every set, got {best}. "
+            "Write eval/greedy/reward_mean, or eval/NAME/greedy/reward_mean for a named dataset."
+        )
 
 
 def _check_eval(config: Config) -> None:

@@ -33,6 +33,7 @@ class RunState:
     step: int
     digest: str  # of the published weights
     evaluated: bool  # whether this step's evaluation is done, where it has one
+    best: tuple[int, float]  # step and value of the best evaluation so far; -inf: none yet
     feed: FeedState
 
 
@@ -89,8 +90,8 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
 def read_state(folder: Path) -> tuple[RunState, dict[str, Any]]:
     """Read a whole checkpoint's state; returns it, and what else was written beside it."""
     raw = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    feed = FeedState(**raw["feed"])
-    return RunState(step=raw["step"], digest=raw["digest"], evaluated=raw["evaluated"], feed=feed), raw
+    feed, (step, value) = FeedState(**raw["feed"]), raw["best"]
+    return RunState(step=raw["step"], digest=raw["digest"], evaluated=raw["evaluated"], best=(step, value), feed=feed), raw
 
 
 def write(run: Path, state: RunState, beside: Mapping[str, Any]) -> Path:
@@ -128,8 +129,8 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def chosen(run: Path, step: int | None) -> Path:
-    """Find a run's checkpoint of a step, or its newest whole one.
+def chosen(run: Path, step: int | None, *, best: bool = False) -> Path:
+    """Find a run's checkpoint of a step, its newest whole one, or the best that the newest remembers.
 
     Raises:
         ConfigError: there is none.
@@ -143,7 +144,11 @@ def chosen(run: Path, step: int | None) -> Path:
         folder, passed_over = newest(run)
         if folder is None:
             raise ConfigError(f"a run must have a whole checkpoint, got none in {run} ({passed_over[0]}). Name another run.")
-        return folder
+        if not best:
+            return folder
+        step = read_state(folder)[0].best[0]
+        if step not in there:
+            raise ConfigError(f"--best must find a checkpoint that was kept as the best, got none in {run}. Set checkpoint.keep_best.")
     folder = folder_of(run, step)
     if not folder.is_dir():
         raise ConfigError(f"--step must be one of the run's checkpoints ({', '.join(map(str, there))}), got {step}. Choose one of them.")

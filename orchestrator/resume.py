@@ -1,6 +1,7 @@
 """Where a run goes on: the checkpoint to resume from, and whether this configuration may; decided before anything starts."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -37,7 +38,7 @@ class Start:
     notes: list[str]
 
 
-BEGINNING = RunState(step=0, digest="", evaluated=False, feed=EMPTY)
+BEGINNING = RunState(step=0, digest="", evaluated=False, best=(0, -math.inf), feed=EMPTY)
 
 
 def find(run: Path, resume: str, allow: Sequence[str], *, config: Mapping[str, Any], origin: Mapping[str, str]) -> Start:

@@ -6,9 +6,11 @@ A checkpoint is written while the next groups are generated: weights stay as the
 import asyncio
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from configs.rules import ConfigError
 from configs.schema import CheckpointConfig
 from orchestrator.checkpoint import LEARNER, RunState, is_complete, listed, remove, scratch_of, step_of, write
 from orchestrator.ports import Learner, WriteFailed
@@ -26,9 +28,24 @@ class Saver:
         self._writing: asyncio.Task[None] | None = None
         self._failure = ""  # of the newest write
 
-    def due(self, step: int, last: int) -> bool:
-        """Whether a checkpoint follows this step: every so many, and after the last."""
-        return self._settings.every > 0 and (step % self._settings.every == 0 or step == last)
+    def judge(self, state: RunState, metrics: Mapping[str, float]) -> RunState:
+        """Remember the best evaluation; of equal ones the first.
+
+        Raises:
+            ConfigError: `checkpoint.keep_best` names no metric of an evaluation.
+        """
+        name = self._settings.keep_best
+        if name is None:
+            return state
+        if name not in metrics:
+            there = ", ".join(sorted(metrics))
+            raise ConfigError(f"checkpoint.keep_best must be a metric of an evaluation, got {name}. There are {there}.")
+        return replace(state, best=(state.step, metrics[name])) if metrics[name] > state.best[1] else state
+
+    def due(self, state: RunState, last: int) -> bool:
+        """Whether a checkpoint follows this step: every so many, after the last, and where an evaluation was the best so far."""
+        every = self._settings.every
+        return (every > 0 and (state.step % every == 0 or state.step == last)) or state.best[0] == state.step
 
     async def begin(self, state: RunState, learner: Learner) -> None:
         """Start writing a checkpoint; `settle` before the learner's next step."""
@@ -80,10 +97,11 @@ class Saver:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         self.newest_step = state.step
-        await asyncio.to_thread(self._tidy, state.step)
+        await asyncio.to_thread(self._tidy, state)
 
-    def _tidy(self, step: int) -> None:
+    def _tidy(self, state: RunState) -> None:
         """Remove old checkpoints; what a later step left in the folder is not counted (it was passed over)."""
-        complete = [folder for folder in listed(self._run) if is_complete(folder) and step_of(folder) <= step]
+        complete = [folder for folder in listed(self._run) if is_complete(folder) and step_of(folder) <= state.step]
         for old in complete[: -self._settings.keep_last]:
-            remove(old)
+            if step_of(old) != state.best[0]:
+                remove(old)

@@ -61,7 +61,7 @@ async def train_from(config: Config, parts: Parts, start: Start) -> None:
         while here.step < config.train.num_steps:
             here = await train_step(config, parts, here)
             here = await evaluate(config, parts, here)
-            if saver.due(here.step, config.train.num_steps):
+            if saver.due(here, config.train.num_steps):
                 await saver.begin(replace(here, feed=parts.feed.state()), parts.learner)
     except Stopped:
         parts.status.enter("checkpoint", here.step)
@@ -88,7 +88,7 @@ async def train_step(config: Config, parts: Parts, here: RunState) -> RunState:
     sampled = group_metrics(groups, version=here.step)
     counted = {**feed.metrics(), **parts.status.metrics()}
     await parts.log.step(step, {**sampled, **learned, **synced, **counted, **clock.metrics()}, groups)
-    return RunState(step=step, digest=version.digest, evaluated=False, feed=feed.state())
+    return replace(here, step=step, digest=version.digest, evaluated=False, feed=feed.state())
 
 
 async def take_and_learn(parts: Parts, clock: Clock) -> tuple[list[ScoredGroup], StepMetrics]:
@@ -155,5 +155,7 @@ async def evaluate(config: Config, parts: Parts, here: RunState) -> RunState:
     last, every = config.train.num_steps, config.eval.every
     if not here.evaluated and (here.step in (0, last) or (every and here.step % every == 0)):
         parts.status.enter("evaluation", here.step)
-        parts.log.evaluation(here.step, await parts.stop.unless_asked(parts.evaluator.run()))
+        metrics = await parts.stop.unless_asked(parts.evaluator.run())
+        parts.log.evaluation(here.step, metrics)
+        here = parts.saver.judge(here, metrics)
     return replace(here, evaluated=True)

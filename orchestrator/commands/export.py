@@ -22,9 +22,10 @@ def export(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="run folder (train.output_dir)")
     parser.add_argument("--step", type=int, help="step of the checkpoint; left out: the newest whole one")
+    parser.add_argument("--best", action="store_true", help="the checkpoint that checkpoint.keep_best kept")
     parser.add_argument("--output", type=Path, metavar="DIR", help="new or empty folder; left out: RUN/policy-step-N")
     options = parser.parse_args(arguments)
-    checkpoint = chosen(options.run, options.step)
+    checkpoint = chosen(options.run, options.step, best=options.best)
     state, beside = read_state(checkpoint)
     output: Path = options.output or options.run / f"policy-step-{state.step}"
     if output.exists() and (not output.is_dir() or any(output.iterdir())):

@@ -43,7 +43,9 @@ def make(folder: Path, *overrides: str) -> Config:
     )  # fmt: skip
 
 
-async def run(config: Config, folder: Path, *, rollout=None, rewarder=None, learner=None, stop=None) -> tuple[Parts, FakeLearner]:
+async def run(
+    config: Config, folder: Path, *, rollout=None, rewarder=None, learner=None, stop=None, evaluator=None
+) -> tuple[Parts, FakeLearner]:
     rollout, rewarder = rollout or FakeRollout(), rewarder or FakeRewarder()
     learner = learner or FakeLearner(config.algorithm)
     sampling = Sampling(num_samples=config.rollout.num_generations, temperature=1.0, seed=config.train.seed)
@@ -69,7 +71,7 @@ async def run(config: Config, folder: Path, *, rollout=None, rewarder=None, lear
         console=Console(quiet=True),
     )
     way = Sampling(num_samples=config.eval.num_samples, temperature=1.0, seed=0)
-    evaluator = Evaluator(rollout, rewarder, {"": prompts()}, {"sampled": way}, solved_at=1.0, max_samples=64)
+    built_in = Evaluator(rollout, rewarder, {"": prompts()}, {"sampled": way}, solved_at=1.0, max_samples=64)
     beside = {"config": flat(config), "origin": ORIGIN}
     start = find(folder, config.train.resume, config.train.resume_allow, **beside)
     told = []
@@ -78,7 +80,7 @@ async def run(config: Config, folder: Path, *, rollout=None, rewarder=None, lear
         rollout=rollout,
         learner=learner,
         feed=feed,
-        evaluator=evaluator,
+        evaluator=evaluator or built_in,
         log=log,
         status=Status(folder, {"feed": feed}, report=lambda sentence: None),
         saver=saver,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,35 @@ def test_a_stopped_run_saves_where_it_stands_and_goes_on_from_there(tmp_path, st
         assert (resumed.logits == undisturbed.logits).all()
 
 
+class Scripted:
+    """An evaluator that reports what the script says."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = list(values)
+
+    async def run(self) -> dict[str, float]:
+        found = {"reward_mean": self.values.pop(0), "reward_stderr": 0.0, "num_prompts": 1.0, "failed": 0.0}
+        return {f"eval/greedy/{name}": value for name, value in found.items()}
+
+
+def test_the_best_checkpoint_is_kept_and_remembered_over_a_resume(tmp_path):
+    options = ["checkpoint.keep_best=eval/greedy/reward_mean", "eval.data=x", "eval.every=1", "checkpoint.keep_last=1",
+               "checkpoint.every=3", "train.resume=auto"]  # fmt: skip
+    asyncio.run(run(make(tmp_path, *options, "train.num_steps=3"), tmp_path, evaluator=Scripted(0.1, 0.3, 0.9, 0.5)))
+    assert names(tmp_path) == ["step-000002", "step-000003"]
+    asyncio.run(run(make(tmp_path, *options, "train.num_steps=5"), tmp_path, evaluator=Scripted(0.8, 0.9)))
+    assert names(tmp_path) == ["step-000002", "step-000005"]  # 0.8 and 0.9 are no better than what was remembered
+    assert chosen(tmp_path, None, best=True) == folder_of(tmp_path, 2)
+    asyncio.run(run(make(tmp_path, *options, "train.num_steps=7"), tmp_path, evaluator=Scripted(0.95, float("nan"))))
+    assert names(tmp_path) == ["step-000006", "step-000007"]
+    with pytest.raises(ConfigError, match="checkpoint.keep_best must be a metric of an evaluation, got eval/other. There are eval/greedy"):
+        wrong = make(tmp_path / "b", *options, "checkpoint.keep_best=eval/other")
+        (tmp_path / "b").mkdir()
+        asyncio.run(run(wrong, tmp_path / "b", evaluator=Scripted(0.1)))
+    with pytest.raises(ConfigError, match="with eval.data and eval.every set"):
+        make(tmp_path, "checkpoint.keep_best=eval/greedy/reward_mean", "eval.data=x")
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("during", ["step", "save", "sync"])
 @pytest.mark.parametrize(("at", "every"), [(1, 2), (4, 2), (6, 2), (3, 0)])
@@ -235,7 +265,7 @@ def save(folder, *steps: int, learner=None, keep_last: int = 9, config=CONFIG, o
 
     async def write_all() -> None:
         for step in steps:
-            await saver.begin(RunState(step=step, digest="d", evaluated=True, feed=FEED), learner)
+            await saver.begin(RunState(step=step, digest="d", evaluated=True, best=(0, -math.inf), feed=FEED), learner)
         await saver.finish()
 
     asyncio.run(write_all())
