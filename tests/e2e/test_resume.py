@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,42 @@ def test_a_killed_learner_rank_is_survived_with_the_same_weights(tiny, tmp_path,
     assert "Learner rank 1 (node" in output and "It is started again (1 of 3 times)." in output and "resumed after step" in output, output
     assert_same(tmp_path, whole)
     wait_for(lambda: not processes_with(str(tmp_path)), 15, "the end of every worker process")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["hf", "vllm"])
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3)])
+def test_every_kind_of_learner_resumes_to_the_bit(tiny, tmp_path, ranks, stage, lora, backend):
+    """Adaptive KL, two epochs of the data, two mini-batches of two passes; killed once at a checkpoint, resumed."""
+    options = [*OPTIONS, "train.prompts_per_step=8", "learner.num_mini_batches=2", "learner.num_epochs=2", f"learner.num_ranks={ranks}",
+               f"learner.zero_stage={stage}", f"learner.lora.rank={lora}", f"rollout.backend={backend}"]  # fmt: skip
+    whole, run = tmp_path / "whole", tmp_path / "killed"
+    code, output = train(*tiny(whole), *options)
+    assert code == 0, output
+    process = start("train", *tiny(run), *options)
+    checkpointed(run)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    wait_for(lambda: not processes_with(str(run)), 30, "the end of every worker process")
+    code, output = train(*tiny(run), *options)
+    assert code == 0 and "resumed after step" in output, output
+    assert_same(run, whole)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("at_s", [0.0, 0.3, 0.6, 0.9, 1.2, 1.5])
+def test_a_learner_killed_at_any_moment_under_vllm_changes_no_weight(tiny, tmp_path, at_s):
+    """In generation, in a step, in the middle of a weight sync: whatever the moment falls on."""
+    options = [*OPTIONS, "rollout.backend=vllm", "checkpoint.every=1"]
+    code, output = train(*tiny(tmp_path / "whole"), *options)
+    assert code == 0, output
+    run = tmp_path / "killed"
+    process = start("train", *tiny(run), *options)
+    (rank,) = wait_for(lambda: writers_of(run / "logs" / "learner-0.log"), 200, "the start of rank 0")
+    checkpointed(run)
+    time.sleep(at_s)
+    os.kill(rank, signal.SIGKILL)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0 and "It is started again (1 of 3 times)." in output, output
+    assert_same(run, tmp_path / "whole")
