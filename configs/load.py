@@ -174,7 +174,7 @@ def _check_key(key: str, source: str) -> None:
 
 
 def _free_parent(key: str) -> str:
-    for free in ("rollout.engine_args", "learner.deepspeed", "reward.arguments", "eval.data"):
+    for free in ("rollout.engine_args", "learner.deepspeed", "reward.arguments", "data.train", "data.chat_template_kwargs", "eval.data"):
         if key == free or key.startswith(free + "."):
             return free
     return ""
@@ -192,15 +192,9 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _expand_home(tree: DictConfig) -> DictConfig:
     for key in PATH_KEYS:
         value = OmegaConf.select(tree, key)
-        if isinstance(value, str):
-            tree = _set(tree, key, _at_home(value))
-        elif isinstance(value, DictConfig):  # files by name
-            tree = _set(tree, key, {name: _at_home(path) for name, path in value.items()})
+        if isinstance(value, str) and value.startswith("~"):
+            tree = _set(tree, key, str(Path(value).expanduser()))
     return tree
-
-
-def _at_home(path: Any) -> Any:
-    return str(Path(path).expanduser()) if isinstance(path, str) and path.startswith("~") else path
 
 
 def _sentence(error: OmegaConfBaseException) -> ConfigError:

@@ -92,7 +92,7 @@ def check_rules(config: Config) -> None:
     _check_learner(config)
     _check_rollout(config)
     _check_reward(config)
-    _check_eval(config)
+    _check_data(config)
     _check_keep_best(config)
     _check_chaos(config)
     _check_devices(config)
@@ -291,11 +291,22 @@ def _check_keep_best(config: Config) -> None:
         )
 
 
-def _check_eval(config: Config) -> None:
+def training(config: Config) -> dict[str, float]:
+    """List the sources of training rows with their weights."""
+    data = config.data.train
+    return {source: float(weight) for source, weight in data.items()} if isinstance(data, dict) else {data: 1.0}
+
+
+def _check_data(config: Config) -> None:
+    data = config.data.train
+    if not (isinstance(data, str) or (isinstance(data, dict) and data and all(_is_weight(weight) for weight in data.values()))):
+        raise ConfigError(
+            f"data.train must be a source, or sources with weights above 0 ({{a.jsonl: 2, b.jsonl: 1}}), got {data}. Correct it."
+        )
     strange = [(name, source) for name, source in held_out(config).items() if not isinstance(source, str) or "/" in str(name)]
     if strange:
         name, source = strange[0]
-        raise ConfigError(f"eval.data must be a file, or files by names without a slash, got {name}: {source!r}. Correct it.")
+        raise ConfigError(f"eval.data must be a source, or sources by names without a slash, got {name}: {source!r}. Correct it.")
     e, default = config.eval, EvalConfig()
     for key, because in (("num_samples", not e.sampled), ("solved_at", e.num_samples == 1)):
         if because and getattr(e, key) != getattr(default, key):
@@ -303,6 +314,10 @@ def _check_eval(config: Config) -> None:
                 f"eval.{key} must be left out where it has no effect, got {getattr(e, key)} with eval.sampled={str(e.sampled).lower()} "
                 f"and eval.num_samples={e.num_samples}. Remove it."
             )
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def _check_chaos(config: Config) -> None:

@@ -56,9 +56,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    train: str = MISSING  # jsonl file of training rows
-    prompt_column: str = "prompt"  # a string, or a list of {role, content} messages for the model's chat template
-    max_prompt_tokens: int = 1024  # a longer prompt is refused before anything starts
+    train: Any = MISSING  # source of training rows (docs/data.md), or several with their shares of the draws: {SOURCE: WEIGHT, ...}
+    prompt_column: str | None = None  # a string, or {role, content} messages for the chat template; None: as the known layouts have it
+    text_as_chat: bool = False  # a string is the message of a user
+    system_prompt: str | None = None  # put before chats without one
+    chat_template: str | None = None  # Jinja text, or a file of it; None: the tokenizer's
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of the template: {enable_thinking: false}
+    max_prompt_tokens: int = 1024  # after the template
+    overlong: Literal["refuse", "filter"] = "refuse"  # what happens to longer prompts; filter: they are left out and counted
     shuffle: bool = True  # a new permutation each epoch, from `seed`
     seed: int = 0  # of the permutation alone
 
@@ -211,7 +216,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
-    data: Any = None  # held-out rows: a jsonl file, or several by name ({NAME: FILE, ...}); None: no evaluation
+    data: Any = None  # held-out rows: a source (docs/data.md), or several by name ({NAME: SOURCE, ...}); None: no evaluation
     every: int = 0  # steps between evaluations; 0: before and after only
     max_prompts: int = 512  # rows of each dataset, from its start
     sampled: bool = True  # with the training temperature

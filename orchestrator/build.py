@@ -24,7 +24,7 @@ from actors.roles import ReferencePool, RewardPool, RewardSum, RolloutPool
 from actors.rollout import RolloutWorker
 from actors.worker import Role, last_line
 from configs.load import flat, to_yaml
-from configs.rules import ConfigError, held_out, reward_functions
+from configs.rules import ConfigError, held_out, reward_functions, training
 from configs.schema import Config
 from learner.group import LearnerGroup
 from orchestrator.capacity import needs_reference
@@ -33,13 +33,13 @@ from orchestrator.evaluate import Evaluator
 from orchestrator.feed import Feed, Scoring
 from orchestrator.metrics import RunLog
 from orchestrator.origin import origin
-from orchestrator.prompts import PromptStream, read_prompts
+from orchestrator.prompts import Dataset, MixedStream, PromptStream, read_prompts
 from orchestrator.resume import Start, find
 from orchestrator.saver import Saver
 from orchestrator.status import Status
 from orchestrator.stop import Stop, Stopped
 from orchestrator.train import Parts, train
-from orchestrator.types import Group, Prompt, Ref, Sampling, ScoredGroup
+from orchestrator.types import Group, Ref, Sampling, ScoredGroup
 
 RUN_ERRORS = (RuntimeError, OSError, RayError, ExceptionGroup)  # what can end a run that had started
 
@@ -48,8 +48,8 @@ RUN_ERRORS = (RuntimeError, OSError, RayError, ExceptionGroup)  # what can end a
 class Data:
     """The prompts of a run."""
 
-    train: list[Prompt]
-    held_out: dict[str, list[Prompt]]  # by name
+    train: list[Dataset]
+    held_out: dict[str, Dataset]  # by name
     origin: dict[str, str]  # digests of model, tokenizer and training prompts
 
 
@@ -60,8 +60,9 @@ def check(config: Config) -> Data:
         ConfigError: model, dataset or reward function cannot be used.
     """
     tokenizer = _check_parts(config)
-    prompts = read_prompts(config.data.train, "data.train", config, tokenizer)
-    return Data(train=prompts, held_out=_held_out(config, tokenizer), origin=origin(config.model.path, tokenizer, prompts))
+    datasets = read_prompts(training(config), "data.train", config, tokenizer)
+    prompts = [prompt for dataset in datasets for prompt in dataset.prompts]
+    return Data(train=datasets, held_out=_held_out(config, tokenizer), origin=origin(config.model.path, tokenizer, prompts))
 
 
 def _check_parts(config: Config) -> Any:
@@ -74,9 +75,9 @@ def _check_parts(config: Config) -> Any:
     return tokenizer
 
 
-def _held_out(config: Config, tokenizer: Any) -> dict[str, list[Prompt]]:
+def _held_out(config: Config, tokenizer: Any) -> dict[str, Dataset]:
     return {
-        name: read_prompts(source, f"eval.data.{name}".rstrip("."), config, tokenizer)[: config.eval.max_prompts]
+        name: read_prompts({source: 1.0}, f"eval.data.{name}".rstrip("."), config, tokenizer)[0]
         for name, source in held_out(config).items()
     }
 
@@ -227,7 +228,10 @@ def export(config: Config, checkpoint: Path, folder: Path) -> None:
 
 def _feed(config: Config, data: Data, scoring: Scoring) -> Feed:
     return Feed(
-        PromptStream(data.train, shuffle=config.data.shuffle, seed=config.data.seed),
+        MixedStream(
+            [PromptStream(d.prompts, shuffle=config.data.shuffle, seed=config.data.seed) for d in data.train],
+            [d.weight for d in data.train],
+        ),
         scoring,
         num_groups=config.train.num_steps * config.train.prompts_per_step,
         prompts_per_step=config.train.prompts_per_step,
@@ -288,7 +292,7 @@ def _has_signal(group: ScoredGroup) -> bool:
     return bool(has_signal(tensor([[r.value for r in rewards]]), tensor([[r.valid for r in rewards]])))
 
 
-def _evaluator(config: Config, rollout: RolloutPool, rewarder: RewardSum, datasets: dict[str, list[Prompt]]) -> Evaluator:
+def _evaluator(config: Config, rollout: RolloutPool, rewarder: RewardSum, datasets: dict[str, Dataset]) -> Evaluator:
     part, seed = config.eval, config.train.seed
     samplings = {}
     if part.sampled:
@@ -296,7 +300,8 @@ def _evaluator(config: Config, rollout: RolloutPool, rewarder: RewardSum, datase
     if part.greedy:
         samplings["greedy"] = Sampling(num_samples=1, temperature=0.0, seed=seed)
     room = 2 * config.rollout.num_workers * config.rollout.max_concurrent_samples  # engines never wait, and no group waits for long
-    return Evaluator(rollout, rewarder, datasets, samplings, solved_at=part.solved_at, max_samples=room)
+    prompts = {name: dataset.prompts[: part.max_prompts] for name, dataset in datasets.items()}
+    return Evaluator(rollout, rewarder, prompts, samplings, solved_at=part.solved_at, max_samples=room)
 
 
 def _run_log(config: Config, folder: Path, console: Console) -> RunLog:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import asdict, dataclass
 
 from orchestrator.ports import DataLost, GroupFailed, Reference, Rewarder, Rollout, Wait
-from orchestrator.prompts import PromptStream
+from orchestrator.prompts import MixedStream, PromptStream
 from orchestrator.types import Draw, Sampling, ScoredGroup
 
 MAX_LOSSES = 3  # times that a group may be lost with a node before it is given up
@@ -105,7 +105,7 @@ class Feed:
 
     def __init__(
         self,
-        stream: PromptStream,
+        stream: PromptStream | MixedStream,
         score: Callable[[Draw], Coroutine[None, None, ScoredGroup]],
         *,
         num_groups: int,

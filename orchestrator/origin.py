@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.prompts import Dataset
 from orchestrator.types import Prompt
 
 SAMPLED_BYTES = 1 << 16  # read at each of
@@ -29,6 +30,19 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     for prompt in prompts:
         hasher.update(repr((prompt.id, prompt.token_ids)).encode())
     return hasher.hexdigest()
+
+
+def write_data(path: Path, train: Sequence[Dataset], held_out: Mapping[str, Dataset]) -> None:
+    """Write what a run read: sources, weights, numbers of prompts, fingerprints."""
+
+    def row(dataset: Dataset) -> dict[str, Any]:
+        return {
+            "source": dataset.source, "weight": dataset.weight, "num_prompts": len(dataset.prompts),
+            "num_overlong": dataset.num_overlong, "fingerprint": fingerprint(dataset.prompts),
+        }  # fmt: skip
+
+    found = {"train": [row(dataset) for dataset in train], "eval": {name: row(dataset) for name, dataset in held_out.items()}}
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def _model(path: str) -> str:

@@ -1,11 +1,12 @@
-"""Dataset rows become prompts; a stream of them whose position is one number.
+"""Dataset rows become prompts; streams of them whose position is one number.
 
-Row faults are listed with their line numbers before anything starts. The n-th draw is a pure function of n and the seed, so
-that a run resumes where it stood by remembering how many prompts it drew.
+Row faults are listed with their numbers before anything starts. The n-th draw is a pure function of n and the seed, so that a run
+resumes where it stood by remembering how many prompts it drew. Rows written for TRL, verl, SkyRL, slime, OpenRLHF and ms-swift are
+taken as they are: the prompt is where PROMPT_PLACES says, the right answer where `label_of` looks.
 """
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,9 +14,20 @@ import numpy as np
 
 from configs.rules import ConfigError, reward_functions
 from configs.schema import REWARDS_WITH_ANSWER, Config
+from orchestrator.sources import listed, read_rows
 from orchestrator.types import Draw, Prompt, label_of
 
-MAX_LISTED = 5  # faulty lines that an error names
+PROMPT_PLACES = ("prompt", "messages", "input", "question", "query", "problem")  # the first that a source's first row has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """The prompts of one source."""
+
+    source: str
+    weight: float  # share of the draws, relative to the other sources'
+    prompts: list[Prompt]
+    num_overlong: int  # longer than data.max_prompt_tokens, left out
 
 
 class Tokenizer(Protocol):
@@ -42,71 +54,89 @@ class PromptStream:
         return Draw(number=number, prompt=self._prompts[self._order[place]])
 
 
-def read_prompts(path: str, key: str, config: Config, tokenizer: Tokenizer) -> list[Prompt]:
-    """Read a jsonl file, render and tokenise its prompts.
+class MixedStream:
+    """Several streams, each with its share of the draws: the next draw is of the stream that is furthest behind its share."""
+
+    def __init__(self, streams: Sequence[PromptStream], weights: Sequence[float]) -> None:
+        self._streams = streams
+        self._shares = np.asarray(weights) / np.sum(weights)
+        self._drawn = np.zeros(len(streams), dtype=np.int64)
+        self._plan: list[tuple[int, int]] = []  # per draw: which stream, and its own draw number
+
+    def draw(self, number: int) -> Draw:
+        """Return the draw of that number (from 0)."""
+        while len(self._plan) <= number:
+            stream = int(np.argmax(self._shares * (len(self._plan) + 1) - self._drawn))
+            self._plan.append((stream, int(self._drawn[stream])))
+            self._drawn[stream] += 1
+        stream, place = self._plan[number]
+        return Draw(number=number, prompt=self._streams[stream].draw(place).prompt)
+
+
+def read_prompts(sources: Mapping[str, float], key: str, config: Config, tokenizer: Tokenizer) -> list[Dataset]:
+    """Read sources, render and tokenise their prompts; ids are distinct over all of them.
 
     Args:
-        path: jsonl file.
-        key: configuration key that names it, for errors (`data.train`, `eval.data`).
+        sources: sources (orchestrator/sources.py) and their weights.
+        key: configuration key that names them, for errors (`data.train`, `eval.data`).
 
     Raises:
-        ConfigError: the file is missing or empty, or rows are faulty; faulty lines are named.
+        ConfigError: a source is missing or empty, rows are faulty (they are named), or prompts are too long.
     """
-    rows = _read_rows(path, key)
-    column = config.data.prompt_column
-    faults = [f"line {line}: {fault}" for line, row in rows if (fault := _fault(row, column))]
-    if set(reward_functions(config.reward)) & set(REWARDS_WITH_ANSWER):
-        answer = config.reward.answer_column
-        faults += [f"line {n}: no column {answer!r}" for n, row in rows if isinstance(row, dict) and label_of(row, answer) is None]
+    seen: dict[str, int] = {}
+    return [_dataset(source, weight, key, config, tokenizer, seen) for source, weight in sources.items()]
+
+
+def _dataset(
+    source: str, weight: float, key: str, config: Config, tokenizer: Tokenizer, seen: dict[str, int]
+) -> Dataset:
+    found, data = read_rows(source, key), config.data
+    rows = found.rows
+    column = data.prompt_column or _prompt_place(rows[0][1])
+    faults = [f"{found.unit} {number}: {fault}" for number, row in rows if (fault := _fault(row, column, config))]
     if faults:
         raise ConfigError(
-            f"{key} must have a prompt and its columns in every row, got {len(faults)} faulty rows in {path} "
-            f"({_listed(faults)}). Mend the rows, or set data.prompt_column or reward.answer_column."
+            f"{key} must have a prompt and its columns in every row, got {len(faults)} faulty rows in {source} "
+            f"({listed(faults)}). Mend the rows, or set data.prompt_column or reward.answer_column."
         )
-    texts = [_render(row[column], tokenizer) for _, row in rows]
-    chat = [not isinstance(row[column], str) for _, row in rows]
-    token_ids = _tokenize(texts, chat, tokenizer)
-    limit = config.data.max_prompt_tokens
-    long = [f"line {line}: {len(ids)} tokens" for (line, _), ids in zip(rows, token_ids, strict=True) if len(ids) > limit]
-    if long:
+    chats = [_chat(row[column], column, data.text_as_chat, data.system_prompt) for _, row in rows]
+    if (data.system_prompt or data.chat_template or data.chat_template_kwargs) and not any(chats):
         raise ConfigError(
-            f"{key} must have prompts of at most data.max_prompt_tokens ({limit}) tokens, got {len(long)} longer ones in {path} "
-            f"({_listed(long)}). Raise data.max_prompt_tokens (and rollout.max_model_len) or shorten them."
+            f"data.system_prompt and data.chat_template must go with chat messages, got plain text in {source}. "
+            "Set data.text_as_chat=true."
         )
-    stem = Path(path).stem
-    return [
+    template = _template(data.chat_template)
+    texts = [
+        row[column] if chat is None else _render(chat, row, tokenizer, template, data.chat_template_kwargs)
+        for chat, (_, row) in zip(chats, rows, strict=True)
+    ]
+    token_ids = _tokenize(texts, [chat is not None for chat in chats], tokenizer)
+    limit = data.max_prompt_tokens
+    long = [f"{found.unit} {n}: {len(ids)} tokens" for (n, _), ids in zip(rows, token_ids, strict=True) if len(ids) > limit]
+    if long and (data.overlong == "refuse" or len(long) == len(rows)):
+        raise ConfigError(
+            f"{key} must have prompts of at most data.max_prompt_tokens ({limit}) tokens, got {len(long)} longer ones in {source} "
+            f"({listed(long)}). Raise data.max_prompt_tokens (and rollout.max_model_len), or set data.overlong=filter."
+        )
+    prompts = [
         Prompt(
-            id=str(row.get("id", f"{stem}:{line}")),
+            id=_distinct(str(row.get("id") or f"{found.stem}:{number}"), seen),
             token_ids=tuple(ids),
             text=text,
-            columns={name: value for name, value in row.items() if name != column} | _messages(row[column]),
+            columns={name: value for name, value in row.items() if name != column} | ({} if chat is None else {"messages": chat}),
         )
-        for (line, row), ids, text in zip(rows, token_ids, texts, strict=True)
+        for (number, row), ids, text, chat in zip(rows, token_ids, texts, chats, strict=True)
+        if len(ids) <= limit
     ]
+    return Dataset(source=source, weight=weight, prompts=prompts, num_overlong=len(long))
 
 
-def _read_rows(path: str, key: str) -> list[tuple[int, Any]]:
-    if not Path(path).is_file():
-        raise ConfigError(f"{key} must name an existing jsonl file, got {path}. Check the path.")
-    rows, broken = [], []
-    with open(path, encoding="utf-8") as file:
-        for line, text in enumerate(file, start=1):
-            if not text.strip():
-                continue
-            try:
-                rows.append((line, json.loads(text)))
-            except json.JSONDecodeError as error:
-                broken.append(f"line {line}: {error.msg}")
-    if broken:
-        raise ConfigError(
-            f"{key} must be one JSON object per line, got {len(broken)} broken lines in {path} ({_listed(broken)}). Mend them."
-        )
-    if not rows:
-        raise ConfigError(f"{key} must have at least one row, got an empty file {path}. Give another file.")
-    return rows
+def _prompt_place(row: Any) -> str:
+    return next((name for name in PROMPT_PLACES if isinstance(row, dict) and name in row), PROMPT_PLACES[0])
 
 
-def _fault(row: Any, column: str) -> str:
+def _fault(row: Any, column: str, config: Config) -> str:
+    """Say what is wrong with a row; empty where nothing is."""
     if not isinstance(row, dict):
         return f"not an object but {type(row).__name__}"
     if column not in row:
@@ -115,17 +145,59 @@ def _fault(row: Any, column: str) -> str:
     messages = isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value)
     if not isinstance(value, str) and not messages:
         return f"{column!r} is neither a string nor a list of messages"
-    return "" if value else f"{column!r} is empty"
+    if not value or (isinstance(value, str) and not value.strip()):
+        return f"{column!r} is empty"
+    if set(reward_functions(config.reward)) & set(REWARDS_WITH_ANSWER):
+        answer = label_of(row, config.reward.answer_column)
+        if answer is None or answer == "":
+            return f"no column {config.reward.answer_column!r}" if answer is None else f"{config.reward.answer_column!r} is empty"
+    return ""
 
 
-def _render(prompt: str | list[dict[str, str]], tokenizer: Tokenizer) -> str:
+def _distinct(name: str, seen: dict[str, int]) -> str:
+    """Keep rows with equal ids apart: the second is `name#2`."""
+    while True:
+        seen[name] = seen.get(name, 0) + 1
+        if seen[name] == 1:
+            return name
+        name = f"{name}#{seen[name]}"
+
+
+def _chat(prompt: Any, column: str, text_as_chat: bool, system: str | None) -> list[dict[str, Any]] | None:
+    """Make the messages of a row's prompt; None where it is plain text."""
     if isinstance(prompt, str):
-        return prompt
-    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        if not text_as_chat:
+            return None
+        messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+    else:  # a table's columns fill what a message does not have with None
+        messages = [{name: value for name, value in message.items() if value is not None} for message in prompt]
+        if column == "messages" and len(messages) > 1 and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]  # ms-swift: the answer of a supervised row
+    if system and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    return messages
 
 
-def _messages(prompt: str | list[dict[str, str]]) -> dict[str, Any]:
-    return {} if isinstance(prompt, str) else {"messages": prompt}
+def _template(given: str | None) -> str | None:
+    """Take a chat template as it is, or from a file."""
+    if given is None or "{" in given:
+        return given
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"data.chat_template must be a Jinja template or a file that holds one, got {given}. Check the path.")
+    return path.read_text(encoding="utf-8")
+
+
+def _render(
+    chat: list[dict[str, Any]], row: Mapping[str, Any], tokenizer: Tokenizer, template: str | None, arguments: Mapping[str, Any]
+) -> str:
+    """Write a chat as text by the template; a last message of the assistant is one that the policy continues."""
+    given = dict(arguments) | (row.get("chat_template_kwargs") or {})
+    given |= {"tools": row["tools"]} if row.get("tools") else {}
+    given |= {"chat_template": template} if template else {}
+    continues = chat[-1]["role"] == "assistant"
+    given |= {"continue_final_message": True} if continues else {}
+    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=not continues, **given)
 
 
 def _tokenize(texts: list[str], chat: list[bool], tokenizer: Tokenizer) -> list[list[int]]:
@@ -138,8 +210,3 @@ def _tokenize(texts: list[str], chat: list[bool], tokenizer: Tokenizer) -> list[
             for i, row in zip(chosen, rows, strict=True):
                 ids[i] = row
     return ids
-
-
-def _listed(faults: list[str]) -> str:
-    more = f"; {len(faults) - MAX_LISTED} more" if len(faults) > MAX_LISTED else ""
-    return "; ".join(faults[:MAX_LISTED]) + more

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset as HfDataset
 
 from actors.rewards.child import answer, load
 from actors.rewards.worker import batch_of
@@ -32,17 +33,27 @@ def rows(layout: str, question: str, gold: str) -> dict[str, Any]:
     }[layout]  # fmt: skip
 
 
-COLUMNS = {"openrlhf": "input", "swift": "messages"}  # data.prompt_column where it is not "prompt"
+def written(place: Path, kind: str, content: list[dict[str, Any]]) -> str:
+    """Write rows as a source of that kind."""
+    if kind == "jsonl":
+        place.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    elif kind == "json":
+        place.with_suffix(".json").write_text(json.dumps(content))
+    elif kind == "parquet":
+        HfDataset.from_list(content).to_parquet(place.with_suffix(".parquet"))
+    else:
+        HfDataset.from_list(content).save_to_disk(place)
+        return str(place)
+    return str(place.with_suffix("." + kind))
 
 
-def read_and_score(folder: Path, layout: str, questions: list[tuple[str, str]]) -> list[tuple[str, list[Any]]]:
+def read_and_score(folder: Path, layout: str, questions: list[tuple[str, str]], kind: str = "jsonl") -> list[tuple[str, list[Any]]]:
     """Return each row's prompt as text, and the rewards of a right and a wrong response."""
-    path = folder / f"{layout}.jsonl"
-    path.write_text("".join(json.dumps(rows(layout, *pair)) + "\n" for pair in questions))
-    column = COLUMNS.get(layout, "prompt")
-    config = load_config(["model.path=m", f"data.train={path}", f"data.prompt_column={column}", "data.max_prompt_tokens=4000",
-                          "rollout.max_model_len=8000", "reward.function=math"])  # fmt: skip
-    read = read_prompts(str(path), "data.train", config, CharTokenizer())
+    path = written(folder / layout, kind, [rows(layout, *pair) for pair in questions])
+    config = load_config(["model.path=m", f"data.train={path}", "data.max_prompt_tokens=4000", "rollout.max_model_len=8000",
+                          "reward.function=math"])  # fmt: skip
+    (dataset,) = read_prompts({path: 1.0}, "data.train", config, CharTokenizer())
+    read = dataset.prompts
     scored = []
     for prompt, (_, gold) in zip(read, questions, strict=True):
         number = gold.rpartition("####")[2].strip()
@@ -52,6 +63,12 @@ def read_and_score(folder: Path, layout: str, questions: list[tuple[str, str]]) 
         assert batch.columns["messages"][0]["role"] == "user"
         scored.append((prompt.text, [number for _, number, _ in answer(load("math", {}, 9.0), batch)["values"]]))
     return scored
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet", "disk"])
+@pytest.mark.parametrize("layout", ["verl", "swift"])
+def test_the_kind_of_file_changes_nothing(tmp_path, layout, kind):
+    assert read_and_score(tmp_path, layout, GENERATED, kind) == read_and_score(tmp_path, "trl", GENERATED)
 
 
 @pytest.mark.parametrize("layout", ["verl", "skyrl", "slime", "openrlhf", "swift"])
