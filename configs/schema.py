@@ -229,6 +229,7 @@ class EvalConfig:
 class CheckpointConfig:
     every: int = 0  # steps between checkpoints, and one after the last step; 0: none
     keep_last: int = 2  # older ones are removed
+    mirror: str | None = None  # fsspec URL to which each is copied, and from which train.resume=auto fetches what is newer; None: off
     keep_best: str | None = None  # metric (eval/greedy/reward_mean) whose best step is saved and kept beside them; None: off
 
 

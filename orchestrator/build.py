@@ -32,6 +32,7 @@ from orchestrator.cluster import Places, connect, reserve
 from orchestrator.evaluate import Evaluator
 from orchestrator.feed import Feed, Scoring
 from orchestrator.metrics import RunLog
+from orchestrator.mirror import Mirror
 from orchestrator.origin import origin
 from orchestrator.prompts import Dataset, MixedStream, PromptStream, read_prompts
 from orchestrator.resume import Start, find
@@ -92,6 +93,9 @@ async def run(config: Config, console: Console) -> None:
     """
     data = check(config)
     folder = Path(config.train.output_dir).absolute()
+    mirror = Mirror(config.checkpoint.mirror) if config.checkpoint.mirror else None
+    if mirror is not None and config.train.resume == "auto":
+        mirror.pull(folder)
     start = find(folder, config.train.resume, config.train.resume_allow, config=flat(config), origin=data.origin)
     _open_folder(folder, config)
     cloudpickle.register_pickle_by_value(process)  # workers call the hook before they can import our rooms

@@ -13,6 +13,7 @@ from typing import Any
 from configs.rules import ConfigError
 from configs.schema import CheckpointConfig
 from orchestrator.checkpoint import LEARNER, RunState, is_complete, listed, remove, scratch_of, step_of, write
+from orchestrator.mirror import Mirror
 from orchestrator.ports import Learner, WriteFailed
 
 
@@ -25,6 +26,7 @@ class Saver:
         """Take the run's folder, what is written into every checkpoint, the step at which the run begins, and where to tell people."""
         self.newest_step = begun  # that is saved
         self._run, self._beside, self._settings, self._report = run, beside, settings, report
+        self._mirror = Mirror(settings.mirror) if settings.mirror else None
         self._writing: asyncio.Task[None] | None = None
         self._failure = ""  # of the newest write
 
@@ -92,12 +94,15 @@ class Saver:
         try:
             scratch.mkdir(parents=True)
             await learner.save(scratch / LEARNER)
-            await asyncio.to_thread(write, self._run, state, self._beside)
+            folder = await asyncio.to_thread(write, self._run, state, self._beside)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         self.newest_step = state.step
         await asyncio.to_thread(self._tidy, state)
+        if self._mirror is not None:
+            await asyncio.to_thread(self._mirror.push, folder)
+            await asyncio.to_thread(self._mirror.tidy, self._run, state.step)
 
     def _tidy(self, state: RunState) -> None:
         """Remove old checkpoints; what a later step left in the folder is not counted (it was passed over)."""
