@@ -54,6 +54,7 @@ def assert_same_weights(run: Path, other: Path) -> None:
     assert [name for name in found if not (found[name] == expected[name]).all()] == []
 
 
+@pytest.mark.soak
 def test_two_workers_one_of_them_delayed_at_random_give_the_same_weights(tiny, tmp_path, undisturbed):
     process = start("train", *tiny(tmp_path), *OPTIONS, "cluster.heartbeat_timeout_s=120")
     done = threading.Event()

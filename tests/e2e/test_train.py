@@ -9,7 +9,7 @@ from tests.e2e.cli import metrics, train
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.soak), False], ids=["tied", "untied"])
 def test_engine_and_learner_agree_at_every_step(tiny, tmp_path, tied):
     """At lr 1e-3 every tensor moves visibly at every step: one stale tensor would show at once."""
     code, output = train(
@@ -27,15 +27,18 @@ def test_engine_and_learner_agree_at_every_step(tiny, tmp_path, tied):
     assert steps[-1]["ledger/trained"] == 40 == steps[-1]["ledger/drawn"]
 
 
+GRPO = ["algorithm.advantage_estimator=grpo", "algorithm.beta=0.04", "learner.num_ranks=2", "learner.zero_stage=2"]
+STALE = [
+    "algorithm.advantage_estimator=reinforce_plus_plus", "algorithm.beta=0.02", "train.max_staleness=3", "train.num_steps=5",
+    "algorithm.correction=token_truncate",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "options",
-    [
-        ["algorithm.advantage_estimator=grpo", "algorithm.beta=0.04", "learner.num_ranks=2", "learner.zero_stage=2"],
-        ["algorithm.advantage_estimator=reinforce_plus_plus", "algorithm.beta=0.02", "train.max_staleness=3", "train.num_steps=5",
-         "algorithm.correction=token_truncate"],
-    ],
+    [GRPO, pytest.param(STALE, marks=pytest.mark.soak)],
     ids=["grpo-2-ranks", "reinforce_plus_plus-staleness-3"],
-)  # fmt: skip
+)
 def test_other_estimators_run_and_the_policy_loads(tiny, tmp_path, options):
     code, output = train(*tiny(tmp_path), *options)
     assert code == 0, output
