@@ -19,6 +19,7 @@ class SampleRequest:
     key: str
     prompt_token_ids: tuple[int, ...]
     temperature: float  # 0: greedy
+    max_tokens: int  # of this response
     seed: int  # this sample's own; equal seeds give equal tokens whatever else is in the batch
 
 

@@ -152,7 +152,7 @@ class HfEngine:
         row.versions.append(self._version)
 
     def _done(self, row: _Row) -> bool:
-        return row.tokens[-1] in self._stop or len(row.tokens) >= self._rollout.max_new_tokens
+        return row.tokens[-1] in self._stop or len(row.tokens) >= row.request.max_tokens
 
     def _finish(self, row: _Row) -> FinishedSample:
         return FinishedSample(

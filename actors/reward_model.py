@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from actors.rewards.worker import unless_broken
 from configs.rules import ConfigError
 from configs.schema import Config, RewardModelConfig
 from orchestrator.types import Group, Reward
@@ -83,7 +84,8 @@ class RewardModelWorker:
         rows = [self._encode(group, sample.text) for sample in group.samples]
         fitting = [i for i, ids in enumerate(rows) if 0 < len(ids) <= self._limit]
         scores = dict(zip(fitting, self.scores([rows[i] for i in fitting]), strict=True))
-        return tuple(self._reward(scores.get(i), len(ids)) for i, ids in enumerate(rows))
+        rewards = [self._reward(scores.get(i), len(ids)) for i, ids in enumerate(rows)]
+        return tuple(unless_broken(sample, reward) for sample, reward in zip(group.samples, rewards, strict=True))
 
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Score tokenised rows, in batches of at most max_tokens_per_batch padded tokens."""

@@ -16,14 +16,16 @@ import numpy as np
 import xxhash
 
 from actors.engine import Engine, EngineError, FinishedSample, SampleRequest
+from actors.environments import Environment, load_environment
+from actors.episodes import Rules, play
 from configs.schema import Config
 from orchestrator.types import (
     Draw,
     EngineReport,
     Group,
     GroupFacts,
+    Prompt,
     Published,
-    Sample,
     Sampling,
     WeightBucket,
     WeightVersion,
@@ -43,6 +45,10 @@ class RolloutWorker:
             config.model.path, trust_remote_code=config.model.trust_remote_code
         )
         stop_token_ids = tuple(sorted({*config.rollout.stop_token_ids, *eos_token_ids(config)}))
+        rollout = config.rollout
+        self._make = load_environment(rollout.environment) if rollout.environment else None
+        self._arguments = rollout.environment_arguments
+        self._rules = Rules(max_tokens=rollout.max_new_tokens, max_turn_tokens=rollout.max_turn_tokens)
         self._loop = EngineThread(build_engine(config, stop_token_ids))
         self._version = WeightVersion(steps=0, digest="")
         self._hasher: Any = None
@@ -62,18 +68,25 @@ class RolloutWorker:
         """Sample one group."""
         started, version = time.monotonic(), self._version.steps
         self._num_calls += 1
+        budget = self._rules.max_tokens
         requests = [
             SampleRequest(
                 key=f"{self._num_calls}.{index}",
                 prompt_token_ids=draw.prompt.token_ids,
                 temperature=sampling.temperature,
+                max_tokens=min(budget, self._rules.max_turn_tokens or budget),
                 seed=sample_seed(sampling.seed, draw.number, index),
             )
             for index in range(sampling.num_samples)
         ]
-        finished = await asyncio.gather(*(asyncio.wrap_future(f) for f in self._loop.sample(requests)))
-        texts = self._tokenizer.batch_decode([s.token_ids for s in finished], skip_special_tokens=True)
-        group = Group(draw=draw, samples=tuple(_sample(s, text) for s, text in zip(finished, texts, strict=True)))
+        firsts = self._loop.sample(requests)
+        samples = await asyncio.gather(
+            *(
+                play(asyncio.wrap_future(first), request, self._environment(draw.prompt), self._ask, self._tokenizer, self._rules)
+                for first, request in zip(firsts, requests, strict=True)
+            )
+        )
+        group = Group(draw=draw, samples=tuple(samples))
         facts = GroupFacts(
             draw=draw.number,
             num_prompt_tokens=len(draw.prompt.token_ids),
@@ -85,6 +98,13 @@ class RolloutWorker:
             generate_s=time.monotonic() - started,
         )
         return group, facts
+
+    def _environment(self, prompt: Prompt) -> Environment | None:
+        return self._make(prompt, self._tokenizer, **self._arguments) if self._make else None
+
+    async def _ask(self, request: SampleRequest) -> FinishedSample:
+        (future,) = self._loop.sample([request])
+        return await asyncio.wrap_future(future)
 
     async def begin_load(self) -> None:
         """Stop between two steps and open a weight update."""
@@ -254,14 +274,3 @@ def build_engine(config: Config, stop_token_ids: tuple[int, ...]) -> Engine:
     from actors.vllm_engine import VllmEngine
 
     return VllmEngine(config, stop_token_ids)
-
-
-def _sample(finished: FinishedSample, text: str) -> Sample:
-    return Sample(
-        token_ids=finished.token_ids,
-        logprobs=finished.logprobs,
-        loss_mask=np.ones(len(finished.token_ids), dtype=bool),
-        versions=finished.versions,
-        finish_reason=finished.finish_reason,
-        text=text,
-    )

@@ -65,7 +65,7 @@ class VllmEngine:
             top_p=1.0 if greedy else self._rollout.top_p,
             top_k=0 if greedy else self._rollout.top_k,
             seed=None if greedy else request.seed,
-            max_tokens=self._rollout.max_new_tokens,
+            max_tokens=request.max_tokens,
             stop_token_ids=self._stop_token_ids,
             logprobs=0,
             flat_logprobs=True,

@@ -204,6 +204,7 @@ class Bench:
                 versions=np.zeros(n, np.int32),
                 finish_reason="stop",
                 text="",
+                error="",
             )
             for n in lengths
         )

@@ -46,7 +46,7 @@ class SimulatedActor:
         num = self._num_tokens
         sample = Sample(
             token_ids=np.zeros(num, np.int32), logprobs=np.zeros(num, np.float32), loss_mask=np.ones(num, bool),
-            versions=np.zeros(num, np.int32), finish_reason="stop", text="",
+            versions=np.zeros(num, np.int32), finish_reason="stop", text="", error="",
         )  # fmt: skip
         facts = GroupFacts(
             draw=draw.number, num_prompt_tokens=len(draw.prompt.token_ids), num_tokens=(num,) * sampling.num_samples,

@@ -18,6 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 from configs.rules import ConfigError, check_rules, resolve
 from configs.schema import Config
 
+FREE_KEYS = (  # what lies below them is free
+    "data.train", "data.chat_template_kwargs", "eval.data", "reward.arguments", "rollout.engine_args", "rollout.environment_arguments",
+    "learner.deepspeed",
+)  # fmt: skip
 PATH_KEYS = ("model.path", "data.train", "eval.data", "train.output_dir", "reward_model.path")
 
 
@@ -174,7 +178,7 @@ def _check_key(key: str, source: str) -> None:
 
 
 def _free_parent(key: str) -> str:
-    for free in ("rollout.engine_args", "learner.deepspeed", "reward.arguments", "data.train", "data.chat_template_kwargs", "eval.data"):
+    for free in FREE_KEYS:
         if key == free or key.startswith(free + "."):
             return free
     return ""

@@ -121,7 +121,7 @@ RANGES: list[tuple[str, Callable[[Any], bool], str, str]] = [
         "reward.num_workers", "reward_model.num_workers", "reward_model.threads", "reward_model.max_tokens_per_batch",
         "learner.num_ranks", "learner.threads", "learner.num_mini_batches", "learner.num_epochs",
         "learner.max_tokens_per_micro_batch", "learner.logprob_chunk_tokens", "data.max_prompt_tokens", "eval.max_prompts",
-        "eval.num_samples",
+        "eval.num_samples", "rollout.max_turn_tokens",
         "algorithm.kl_horizon", "learner.max_skipped_updates", "cluster.num_cpus", "checkpoint.keep_last",
     )),
     *((key, *_above(0), "Give a positive number.") for key in (

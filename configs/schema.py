@@ -121,6 +121,9 @@ class RolloutConfig:
     top_k: int = 0  # 0: off
     stop_token_ids: list[int] = field(default_factory=list)  # beside every EOS of the model; the token is kept in the sample
     kv_cache_mib: int | None = None  # KV cache of an engine; None: 512 on a CPU, vLLM's choice on a GPU
+    environment: str | None = None  # what answers between turns (docs/environments.md): calculator, guessing_game, path.py:Class; None: one turn
+    environment_arguments: dict[str, Any] = field(default_factory=dict)  # its keyword arguments
+    max_turn_tokens: int | None = None  # of one turn; None: what max_new_tokens leaves, which bounds turns and observations together
     on_sync: Literal["switch", "wait"] = "switch"  # samples in flight at a weight sync go on under the new weights, or finish first
     timeout_s: float = 600.0  # deadline of one group
     engine_args: dict[str, Any] = field(default_factory=dict)  # vLLM's own arguments; keys that rlooper owns are refused

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from actors import process
 from actors.chaos import Chaos
+from actors.environments import check_environment
 from actors.pool import Pool
 from actors.reference import ReferenceWorker
 from actors.reward_model import RewardModelWorker, check_reward_model
@@ -71,6 +72,7 @@ def _check_parts(config: Config) -> Any:
     tokenizer = _load_tokenizer(config)
     _check_context(config)
     check_rewards(config.reward)
+    check_environment(config.rollout)
     if config.reward_model.path is not None:
         check_reward_model(config)
     return tokenizer

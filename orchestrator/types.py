@@ -76,7 +76,8 @@ class Sample:
     loss_mask: np.ndarray  # (T,) bool, False where the policy did not choose the token (tools, environment)
     versions: np.ndarray  # (T,) int32, weight version that sampled each token
     finish_reason: Literal["stop", "length"]
-    text: str  # the response without special tokens
+    text: str  # the response without special tokens, observations included
+    error: str  # why its environment broke off, so that it has no reward; empty where it did not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

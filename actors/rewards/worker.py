@@ -4,6 +4,7 @@ Invalid is not zero: a response for which a function failed has no reward; a fun
 the others count alone (TRL's rule).
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from actors.rewards.interfaces import Batch
 from actors.rewards.process import START_TIMEOUT_S, FunctionProcess, Scored
 from configs.rules import reward_functions
 from configs.schema import RewardConfig
-from orchestrator.types import Group, Reward, label_of
+from orchestrator.types import Group, Reward, Sample, label_of
 
 RESTART_S = 5.0  # of a function's process, as a rule
 
@@ -47,7 +48,8 @@ class RewardWorker:
         columns = list(self._threads.map(lambda function: function.score(batch), self._functions))
         names = [short_name(function.name) for function in self._functions]
         rewards = [[as_reward(name, one) for one in column] for name, column in zip(names, columns, strict=True)]
-        return tuple(weighted_sum(self._weights, row) for row in zip(*rewards, strict=True))
+        summed = [weighted_sum(self._weights, row) for row in zip(*rewards, strict=True)]
+        return tuple(unless_broken(sample, reward) for sample, reward in zip(group.samples, summed, strict=True))
 
     def close(self) -> None:
         """End the processes."""
@@ -89,6 +91,11 @@ def weighted_sum(weights: Sequence[float], rewards: Sequence[Reward]) -> Reward:
         worst = failed[0] if failed else rewards[0]
         return Reward(value=math.nan, cause=worst.cause, parts=parts, detail=worst.detail, answer=answer)
     return Reward(value=sum(counted), cause="ok", parts=parts, detail="", answer=answer)
+
+
+def unless_broken(sample: Sample, reward: Reward) -> Reward:
+    """Take the reward away from a sample whose environment broke off."""
+    return dataclasses.replace(reward, value=math.nan, cause="error", detail=sample.error) if sample.error else reward
 
 
 def short_name(function: str) -> str:

@@ -22,6 +22,7 @@ def group(*texts: str, **columns: Any) -> Group:
             versions=np.full(len(text), 3, dtype=np.int32),
             finish_reason="stop",
             text=text,
+            error="",
         )
         for text in texts
     )

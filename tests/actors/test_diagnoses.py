@@ -123,7 +123,7 @@ def test_a_reference_worker_out_of_memory_is_named(cluster, tmp_path):
     config = load([*overrides(model, rows, tmp_path), "learner.max_tokens_per_micro_batch=1000000"])
     ones = np.ones(200, dtype=np.int32)
     sample = Sample(
-        token_ids=ones, logprobs=ones.astype(np.float32), loss_mask=ones > 0, versions=ones, finish_reason="length", text=""
+        token_ids=ones, logprobs=ones.astype(np.float32), loss_mask=ones > 0, versions=ones, finish_reason="length", text="", error=""
     )
     draw = Draw(number=7, prompt=Prompt(id="rows.jsonl:8", token_ids=(2, 3), text="", columns={}))
     pool = pool_of(tmp_path / "logs", "reference", Starved, config, num_workers=1, reports=[])

@@ -27,7 +27,7 @@ def made(request, tmp_path_factory):
 
 def sample(engine: Engine, count: int = 8, temperature: float = 0.7, prompt=PROMPT, step_hook=lambda n: None):
     for i in range(count):
-        engine.add(SampleRequest(key=str(i), prompt_token_ids=prompt, temperature=temperature, seed=sample_seed(0, 1, i)))
+        engine.add(SampleRequest(key=str(i), prompt_token_ids=prompt, temperature=temperature, max_tokens=8, seed=sample_seed(0, 1, i)))
     finished, steps = [], 0
     while engine.busy():
         assert (steps := steps + 1) < 100

@@ -27,7 +27,7 @@ MAY_ALSO_IMPORT = {
     "actors/reference.py": {"learner.packing", "learner.logprobs"},  # reference and learner score by the same code
     "actors/hf_engine.py": {"learner.packing", "learner.logprobs"},
     **dict.fromkeys(  # a reward that cannot be had is a wrong configuration
-        ("actors/reward_model.py", *(f"actors/rewards/{name}.py" for name in ("process", "worker"))),
+        ("actors/environments.py", "actors/reward_model.py", *(f"actors/rewards/{name}.py" for name in ("process", "worker"))),
         {"configs.rules"},
     ),
 }
@@ -36,7 +36,7 @@ THE_LOOP, LOOP_MUST_NOT_IMPORT = "orchestrator/train.py", {"ray", "vllm", "deeps
 
 VAGUE_NAMES = {"util", "utils", "common", "misc", "helper", "helpers", "base", "manager"}
 # file -> may catch everything: the supervised retry, and the boundary to functions that users write
-MAY_CATCH_ALL = {"actors/pool.py", "actors/rewards/child.py", "actors/rewards/interfaces.py"}
+MAY_CATCH_ALL = {"actors/pool.py", "actors/rewards/child.py", "actors/rewards/interfaces.py", "actors/episodes.py"}
 OUR_CONFIG = re.compile(r"(self\.)?_?(config|cfg)(\.(model|data|algorithm|rollout|reference|reward|learner|train|eval|cluster))?")
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 DOCUMENTED = re.compile(r"estimators/\w+\.py|orchestrator/(types|ports)\.py")

@@ -149,6 +149,7 @@ def _sample(rng: np.random.Generator, opening: np.ndarray, k: int) -> Sample:
         versions=np.zeros(length, np.int32),
         finish_reason="length" if length > 12 else "stop",
         text="",
+        error="",
     )
 
 

@@ -68,6 +68,7 @@ class FakeRollout:
                 versions=np.array([version], dtype=np.int32),
                 finish_reason="stop",
                 text=str(arm),
+                error="",
             )
             for arm in arms
         )
