@@ -194,9 +194,15 @@ class EngineThread:
         return await asyncio.wrap_future(future)
 
     async def begin_load(self) -> None:
-        """Open a weight update and hold all steps."""
+        """Open a weight update and hold all steps.
+
+        Raises:
+            EngineError: the last one was not finished (its learner died): the weights are half of one version, half of another.
+        """
 
         def begin(engine: Engine) -> None:
+            if self._loading:
+                raise EngineError("a weight update must be finished before the next begins, got one cut off. A new engine loads it.")
             engine.begin_load()
             self._loading = True
 

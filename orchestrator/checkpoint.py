@@ -123,6 +123,11 @@ def scratch_of(run: Path, step: int) -> Path:
     return run / "checkpoints" / f".writing-{step:06d}"
 
 
+def scratches(run: Path) -> list[Path]:
+    """List what was being written when a run was killed."""
+    return sorted((run / "checkpoints").glob(".writing-*"))
+
+
 def remove(folder: Path) -> None:
     """Remove a checkpoint; from its first moment on it is none any more."""
     (folder / MARKER).unlink(missing_ok=True)

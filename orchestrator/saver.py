@@ -12,7 +12,18 @@ from typing import Any
 
 from configs.rules import ConfigError
 from configs.schema import CheckpointConfig
-from orchestrator.checkpoint import LEARNER, RunState, is_complete, listed, remove, scratch_of, step_of, write
+from orchestrator.checkpoint import (
+    LEARNER,
+    RunState,
+    folder_of,
+    is_complete,
+    listed,
+    remove,
+    scratch_of,
+    scratches,
+    step_of,
+    write,
+)
 from orchestrator.mirror import Mirror
 from orchestrator.ports import Learner, WriteFailed
 
@@ -105,8 +116,12 @@ class Saver:
             await asyncio.to_thread(self._mirror.tidy, self._run, state.step)
 
     def _tidy(self, state: RunState) -> None:
-        """Remove old checkpoints; what a later step left in the folder is not counted (it was passed over)."""
-        complete = [folder for folder in listed(self._run) if is_complete(folder) and step_of(folder) <= state.step]
-        for old in complete[: -self._settings.keep_last]:
-            if step_of(old) != state.best[0]:
-                remove(old)
+        """Remove old checkpoints, and what a kill left half written or half removed; a later step's is not counted (it was passed over)."""
+        until = [folder for folder in listed(self._run) if step_of(folder) <= state.step]
+        complete = [folder for folder in until if is_complete(folder)]
+        kept = {*complete[-self._settings.keep_last :], folder_of(self._run, state.best[0])}
+        for folder in until:
+            if folder not in kept or not is_complete(folder):
+                remove(folder)
+        for scratch in scratches(self._run):
+            shutil.rmtree(scratch)

@@ -1,12 +1,14 @@
 """The contract of a generation engine, on vLLM and on transformers alike."""
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.engine import Engine, SampleRequest
-from actors.rollout import build_engine, sample_seed
+from actors.engine import Engine, EngineError, SampleRequest
+from actors.rollout import EngineThread, build_engine, sample_seed
 from configs.load import load
 from orchestrator.types import TensorMeta, WeightBucket, WeightVersion
 from tests.tiny import make_tiny_model, overrides
@@ -146,3 +148,27 @@ def test_zz_a_tensor_that_does_not_arrive_is_an_error_that_names_it(made):
     engine.load_bucket(bucket_of(model, leave_out="model.layers.1.self_attn.k_proj.weight"))
     with pytest.raises(RuntimeError, match=r"model.layers.1.self_attn.*_proj"):
         engine.finish_load(WeightVersion(steps=9, digest=""))
+
+
+class Idle:
+    """An engine that has nothing to do and takes any weights."""
+
+    def begin_load(self) -> None:
+        pass
+
+    def busy(self) -> bool:
+        return False
+
+
+def test_a_weight_update_that_was_cut_off_costs_the_engine():
+    """The learner died in the middle of a sync: half of the weights are new, so a fresh engine must load the next version."""
+
+    async def twice() -> None:
+        loop = EngineThread(Idle())  # pyright: ignore (as much of an engine as is used)
+        await loop.begin_load()
+        with pytest.raises(EngineError, match="must be finished before the next begins"):
+            await loop.begin_load()
+        (never,) = loop.sample([SampleRequest(key="1", prompt_token_ids=(1,), temperature=1.0, seed=0)])
+        assert "must be finished" in str(never.exception(timeout=10))  # it serves nobody any more
+
+    asyncio.run(twice())

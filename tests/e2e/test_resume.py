@@ -123,7 +123,7 @@ def test_every_kind_of_learner_resumes_to_the_bit(tiny, tmp_path, ranks, stage, 
 @pytest.mark.parametrize("at_s", [0.0, 0.3, 0.6, 0.9, 1.2, 1.5])
 def test_a_learner_killed_at_any_moment_under_vllm_changes_no_weight(tiny, tmp_path, at_s):
     """In generation, in a step, in the middle of a weight sync: whatever the moment falls on."""
-    options = [*OPTIONS, "rollout.backend=vllm", "checkpoint.every=1"]
+    options = [*OPTIONS, "rollout.backend=vllm", "checkpoint.every=1", "train.num_steps=30"]
     code, output = train(*tiny(tmp_path / "whole"), *options)
     assert code == 0, output
     run = tmp_path / "killed"

@@ -325,6 +325,14 @@ def test_a_damaged_checkpoint_is_replaced_once_its_step_is_reached_again(tmp_pat
     assert names(tmp_path) == ["step-000003"] and not fault_of(folder_of(tmp_path, 3))
 
 
+def test_what_a_kill_left_half_written_or_half_removed_is_removed_in_time(tmp_path):
+    save(tmp_path, 1, 2)
+    (folder_of(tmp_path, 1) / "COMPLETE").unlink()
+    (tmp_path / "checkpoints" / ".writing-000003" / "learner").mkdir(parents=True)
+    save(tmp_path, 4)
+    assert names(tmp_path) == ["step-000002", "step-000004"]
+
+
 def test_old_checkpoints_are_removed(tmp_path):
     save(tmp_path, 1, 2, 3, keep_last=2)
     assert names(tmp_path) == ["step-000002", "step-000003"]
