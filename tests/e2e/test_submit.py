@@ -1,24 +1,19 @@
-"""A running cluster: `ray job submit`, `cluster.address=auto`, and a job status that is that of the run."""
+"""A running cluster: `rlooper submit`, a stop in the middle, a resume; the exit code is that of the run."""
 
-import json
+import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.cli import ROOT, environment, metrics
+from tests.e2e.cli import ROOT, environment, metrics, wait_for
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
-
-RAY = str(Path(sys.executable).parent / "ray")
-READY_S = 240  # a head on a busy machine, until its job agent answers
 
 
 def free_port() -> int:
@@ -27,63 +22,75 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        return True
+    return False
+
+
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """A head of our own that takes jobs, in a process group of its own; ended by that group, never by a host-wide stop.
+    """A head of our own with its dashboard, in a process group of its own; ended by that group, never by a host-wide stop.
 
     Its agent takes any port: at Ray's default one it gives up for good where another Ray of this machine sits there, and the
     head then answers every submission with "No available agent".
     """
     log = tmp_path_factory.mktemp("ray", numbered=True) / "head.log"
-    port, dashboard, client = free_port(), free_port(), free_port()
-    env = environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(16).hex()}
+    temp = Path(tempfile.mkdtemp(prefix="rl-"))  # short: Ray's socket paths lie below it
+    bins = str(Path(sys.executable).parent)
+    env = environment() | {"RAY_AUTH_TOKEN": os.urandom(16).hex(), "PATH": f"{bins}:{os.environ['PATH']}"}
+    dashboard = free_port()
     process = subprocess.Popen(
-        [RAY, "start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard}", "--num-cpus=2",
-         f"--temp-dir={tempfile.gettempdir()}/rl-{os.getpid()}", "--include-dashboard=true", "--disable-usage-stats",
-         "--dashboard-agent-listen-port=0", f"--ray-client-server-port={client}"],
-        env=env, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+        [f"{bins}/ray", "start", "--head", "--block", f"--port={free_port()}", f"--dashboard-port={dashboard}", "--num-cpus=2",
+         f"--temp-dir={temp}", "--include-dashboard=true", "--disable-usage-stats",
+         "--dashboard-agent-listen-port=0", f"--ray-client-server-port={free_port()}"],
+        env=env | {"RAY_AUTH_MODE": "token"}, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
-        url = f"http://127.0.0.1:{dashboard}"
-        wait_until_it_takes_jobs(url, env["RAY_AUTH_TOKEN"], log, process)
-        yield url, env
+        wait_for(lambda: answers(dashboard) or process.poll() is not None, 120, "the dashboard")
+        assert process.poll() is None, log.read_text()
+        yield env | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{dashboard}"}
     finally:
         process.terminate()
         try:
             process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
+        shutil.rmtree(temp, ignore_errors=True)
 
 
-def wait_until_it_takes_jobs(url: str, token: str, log: Path, process: subprocess.Popen) -> None:
-    """Submit a job that does nothing until the head takes it: the dashboard answers before the agent that runs jobs is there."""
-    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/api/jobs/", json.dumps({"entrypoint": "true"}).encode(), headers)
-    deadline, cause = time.monotonic() + READY_S, ""
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(request, timeout=60):
-                return
-        except urllib.error.HTTPError as error:
-            cause = f"{error}: {error.read().decode()}"
-        except OSError as error:
-            cause = str(error)
-        time.sleep(0.5)
-    raise AssertionError(f"the head took no job within {READY_S} s ({cause}):\n{log.read_text()}")
+def submit(env: dict[str, str], *arguments: str) -> tuple[int, str]:
+    """Call `rlooper submit` to its end; returns exit code and output."""
+    command = [sys.executable, "-m", "orchestrator", "submit", *arguments]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return done.returncode, done.stdout + done.stderr
 
 
-def submit(url: str, env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess:
-    """Submit a training job from the checkout and follow it to its end."""
-    runtime = '{"excludes": ["runs", "tests/golden"], "env_vars": {"HF_HUB_OFFLINE": "1"}}'
-    entry = [sys.executable, "-m", "orchestrator", "train", *arguments]
-    command = [RAY, "job", "submit", "--address", url, "--working-dir", str(ROOT), "--runtime-env-json", runtime, "--", *entry]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+def test_submit_stop_and_resume(head, tiny, tmp_path):
+    run = [*tiny(tmp_path), "rollout.backend=hf"]
+    code, output = submit(head, *run, "rollout.num_cpus=64")
+    assert code == 2 and "job rlooper-" in output and "rollout 1 x 64" in output, output  # refused there, by the same code as here
+
+    code, output = submit(head, *run, "train.num_steps=1000", "--detach", "--env", "HF_HUB_OFFLINE")
+    assert code == 0, output
+    job = output.split()[-1]
+    wait_for(lambda: (tmp_path / "metrics.jsonl").is_file() and metrics(tmp_path), 200, "a step")
+    code, output = submit(head, "--stop", job)
+    assert code == 0 and f"job {job} is asked to stop" in output, output
+    code, output = submit(head, "--follow", job)
+    assert code == 3 and "stopped after step" in output, output
+
+    (done,) = (int(path.parent.name.removeprefix("step-")) for path in tmp_path.glob("checkpoints/step-*/COMPLETE"))
+    code, output = submit(head, *run, f"train.num_steps={done + 1}", "train.resume=auto")
+    assert code == 0 and f"resumed after step {done}" in output, output
+    steps = metrics(tmp_path)
+    assert [row["step"] for row in steps] == list(range(1, done + 2))
+    assert all(row["ledger/drawn"] == row["ledger/trained"] + row["ledger/in_flight"] for row in steps)
+    assert (tmp_path / "policy" / "config.json").is_file()
 
 
-def test_submit_reports_the_status_of_the_run_and_leaves_the_cluster(head, tiny, tmp_path):
-    run = ["cluster.address=auto", "rollout.backend=hf", "train.num_steps=1"]
-    done = submit(*head, *tiny(tmp_path / "good"), *run)
-    assert done.returncode == 0 and "succeeded" in done.stdout, done.stdout + done.stderr
-    assert len(metrics(tmp_path / "good")) == 1
-    done = submit(*head, *tiny(tmp_path / "bad"), "algorithm.beat=1")
-    assert done.returncode != 0 and "Did you mean algorithm.beta" in done.stdout, done.stdout + done.stderr
+def test_a_cluster_asks_for_its_token(head, tiny, tmp_path):
+    env = {key: value for key, value in head.items() if key != "RAY_AUTH_TOKEN"} | {"HOME": str(tmp_path)}
+    code, output = submit(env, *tiny(tmp_path))
+    assert code == 2 and "must be given its token, got none" in output and "RAY_AUTH_TOKEN" in output, output
+    assert "Traceback" not in output
