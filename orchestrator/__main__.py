@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from configs.rules import ConfigError
 from orchestrator.commands.evaluate import evaluate
 from orchestrator.commands.export import export
+from orchestrator.commands.render import render
 from orchestrator.commands.submit import submit
 from orchestrator.commands.train import train
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "submit": submit,
+    "render": render,
     "eval": evaluate,
     "export": export,
 }

@@ -30,6 +30,7 @@ class Node:
 
     num_cpus: float
     num_gpus: float = 0.0
+    memory_gib: float = 0.0  # 0: not told
 
 
 @dataclass(slots=True)
@@ -97,11 +98,11 @@ def described(path: str) -> list[Node]:
         found = yaml.safe_load(Path(path).expanduser().read_text())
         groups = found["nodes"]
         nodes = [
-            Node(num_cpus=float(group["cpus"]), num_gpus=float(group.get("gpus", 0)))
+            Node(num_cpus=float(group["cpus"]), num_gpus=float(group.get("gpus", 0)), memory_gib=float(group.get("memory_gib", 0)))
             for group in groups
             for _ in range(int(group.get("count", 1)))
         ]
-        unknown = sorted({key for group in groups for key in group} - {"count", "cpus", "gpus"})
+        unknown = sorted({key for group in groups for key in group} - {"count", "cpus", "gpus", "memory_gib"})
         if unknown or not nodes:
             raise ValueError(f"unknown {unknown[0]}" if unknown else "no node")
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 from configs.load import load
 from configs.rules import ConfigError
+from configs.schema import Config
 from orchestrator.capacity import check_capacity, described
 
 # patterns of .gitignore that never travel with the working directory; its .gitignore files and .rayignore count too
@@ -28,7 +29,7 @@ def entrypoint(arguments: Sequence[str]) -> list[str]:
     return ["python", "-m", "orchestrator", "train", *arguments, "cluster.address=auto"]
 
 
-def check_submitted(arguments: Sequence[str]) -> None:
+def check_submitted(arguments: Sequence[str]) -> Config:
     """Check a command line as the cluster will see it, and refuse what makes sense on this machine only.
 
     Raises:
@@ -45,6 +46,7 @@ def check_submitted(arguments: Sequence[str]) -> None:
         )
     if config.cluster.describe is not None:
         check_capacity(config, described(config.cluster.describe))
+    return config
 
 
 def environment(given: Sequence[str]) -> dict[str, str]:

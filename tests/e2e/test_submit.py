@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -10,7 +11,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+from orchestrator.__main__ import run_command
 from tests.e2e.cli import ROOT, environment, metrics, wait_for
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(600)]
@@ -53,7 +56,7 @@ def head(tmp_path_factory):
     finally:
         process.terminate()
         try:
-            process.wait(timeout=30)
+            process.wait(timeout=15)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
         shutil.rmtree(temp, ignore_errors=True)
@@ -66,14 +69,26 @@ def submit(env: dict[str, str], *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_submit_stop_and_resume(head, tiny, tmp_path):
-    run = [*tiny(tmp_path), "rollout.backend=hf"]
-    code, output = submit(head, *run, "rollout.num_cpus=64")
-    assert code == 2 and "job rlooper-" in output and "rollout 1 x 64" in output, output  # refused there, by the same code as here
+def rendered_entrypoint(arguments: list[str], folder: Path, capsys) -> str:
+    """Render the run for KubeRay and return what it would start."""
+    (folder / "nodes.yaml").write_text("nodes: [{cpus: 2}]")
+    assert run_command(["render", "kuberay", "--image", "x", *arguments, f"cluster.describe={folder / 'nodes.yaml'}"]) == 0
+    return yaml.safe_load(capsys.readouterr().out)["spec"]["entrypoint"]
 
+
+def test_the_exit_code_is_that_of_the_job(head, tmp_path):
+    code = f"from orchestrator.submission import Cluster; from pathlib import Path; c = Cluster({head['RAY_API_SERVER_ADDRESS']!r}); " + (
+        f"exit(c.follow(c.submit(['sh', '-c', 'echo so; exit 7'], Path({str(tmp_path)!r}), [], {{}})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=head, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 7 and "so\n" in done.stdout, done.stdout + done.stderr
+
+
+def test_submit_stop_and_resume(head, tiny, tmp_path, capsys):
+    run = [*tiny(tmp_path), "rollout.backend=hf"]
     code, output = submit(head, *run, "train.num_steps=1000", "--detach", "--env", "HF_HUB_OFFLINE")
     assert code == 0, output
-    job = output.split()[-1]
+    (job,) = re.findall(r"^job (\S+)$", output, re.MULTILINE)
     wait_for(lambda: (tmp_path / "metrics.jsonl").is_file() and metrics(tmp_path), 200, "a step")
     code, output = submit(head, "--stop", job)
     assert code == 0 and f"job {job} is asked to stop" in output, output
@@ -81,8 +96,10 @@ def test_submit_stop_and_resume(head, tiny, tmp_path):
     assert code == 3 and "stopped after step" in output, output
 
     (done,) = (int(path.parent.name.removeprefix("step-")) for path in tmp_path.glob("checkpoints/step-*/COMPLETE"))
-    code, output = submit(head, *run, f"train.num_steps={done + 1}", "train.resume=auto")
+    again = [*run, f"train.num_steps={done + 1}", "train.resume=auto"]
+    code, output = submit(head, *again)
     assert code == 0 and f"resumed after step {done}" in output, output
+    assert f": {rendered_entrypoint(again, tmp_path, capsys)}\n" in output, output
     steps = metrics(tmp_path)
     assert [row["step"] for row in steps] == list(range(1, done + 2))
     assert all(row["ledger/drawn"] == row["ledger/trained"] + row["ledger/in_flight"] for row in steps)
