@@ -168,7 +168,7 @@ def test_a_weight_update_that_was_cut_off_costs_the_engine():
         await loop.begin_load()
         with pytest.raises(EngineError, match="must be finished before the next begins"):
             await loop.begin_load()
-        (never,) = loop.sample([SampleRequest(key="1", prompt_token_ids=(1,), temperature=1.0, seed=0)])
+        (never,) = loop.sample([SampleRequest(key="1", prompt_token_ids=(1,), temperature=1.0, seed=0, max_tokens=1)])
         assert "must be finished" in str(never.exception(timeout=10))  # it serves nobody any more
 
     asyncio.run(twice())
