@@ -98,6 +98,7 @@ def test_an_engine_that_never_answers_a_weight_sync_is_named_and_replaced(cluste
     assert "the last line of its log" in said
 
 
+@pytest.mark.soak
 def test_a_sync_that_no_engine_ever_answers_ends_with_the_first_cause(cluster, tmp_path):
     pool = pool_of(tmp_path, "rollout", Deaf, "every", num_workers=1, reports=[])
     started = time.monotonic()

@@ -48,6 +48,7 @@ def test_more_than_the_cluster_has_is_refused_with_what_is_there_and_who_asks(ti
     assert "Traceback" not in output and not (tmp_path / "run" / "logs").exists()
 
 
+@pytest.mark.soak
 def test_a_reward_that_always_raises_ends_with_its_own_error(tiny, tmp_path):
     arguments = [a.replace(":signal", ":broken") for a in tiny(tmp_path)]
     code, output = train(*arguments, "rollout.backend=hf")
@@ -61,7 +62,10 @@ def test_an_engine_that_cannot_start_ends_with_its_own_error(tiny, tmp_path):
 
 @pytest.mark.parametrize(
     ("send", "backend"),
-    [(lambda pid: os.killpg(pid, signal.SIGINT), "vllm"), (lambda pid: os.kill(pid, signal.SIGTERM), "hf")],
+    [
+        (lambda pid: os.killpg(pid, signal.SIGINT), "vllm"),
+        pytest.param(lambda pid: os.kill(pid, signal.SIGTERM), "hf", marks=pytest.mark.soak),  # test_submit.py stops a job by it
+    ],
     ids=["ctrl-c", "sigterm"],  # a terminal signals the whole group
 )
 def test_a_signal_ends_a_run_in_order_saved_and_without_a_process_left(tiny, tmp_path, send, backend):

@@ -77,7 +77,7 @@ def check(path: str, folder: Path, saved: Split, loaded: Split, **learner: Any) 
 
 @pytest.mark.parametrize(
     ("saved", "loaded", "lora"),
-    [((1, 0), (2, 3), 0), ((2, 3), (2, 3), 4), ((2, 2), (1, 1), 0)],
+    [pytest.param((1, 0), (2, 3), 0, marks=pytest.mark.soak), ((2, 3), (2, 3), 4), ((2, 2), (1, 1), 0)],
     ids=["1-rank-to-2-stage-3", "lora-stage-3-to-the-bit", "2-ranks-stage-2-to-1"],
 )
 def test_any_split_reads_what_any_split_wrote(path: str, tmp_path: Path, saved: Split, loaded: Split, lora: int) -> None:

@@ -100,7 +100,12 @@ def test_bfloat16_is_published_and_computed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "dora"), [(1, 0, False), (1, 0, True), (2, 1, False), (2, 2, False), (2, 3, False)]
+    ("ranks", "stage", "dora"), [
+        (1, 0, False),
+        (1, 0, True),
+        (2, 3, False),
+        *(pytest.param(2, stage, False, marks=pytest.mark.soak) for stage in (1, 2)),
+    ],
 )
 def test_lora_publishes_the_merged_model(tmp_path: Path, ranks: int, stage: int, dora: bool) -> None:
     """KL comes from the disabled adapter: 0 at step 1, without a reference; merging leaves no trace."""
@@ -141,7 +146,11 @@ def halves(worker: LearnerWorker, folder: str, resumed: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "lora"), [(1, 0, False), (2, 1, False), (2, 2, False), (2, 3, False), (1, 0, True)]
+    ("ranks", "stage", "lora"), [
+        (2, 3, False),
+        (1, 0, True),
+        *(pytest.param(ranks, stage, False, marks=pytest.mark.soak) for ranks, stage in ((1, 0), (2, 1), (2, 2))),
+    ],
 )
 def test_a_checkpoint_continues_to_the_bit(tmp_path: Path, ranks: int, stage: int, lora: bool) -> None:
     path = save_model(tmp_path / "model", llama())

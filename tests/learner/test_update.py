@@ -74,7 +74,10 @@ def reference(groups: list[ScoredGroup]) -> Logprobs:
     return {(g, k): torch.from_numpy(a) for g, s in enumerate(groups) for k, a in enumerate(s.reference_refs[0])}
 
 
-@pytest.mark.parametrize(("ranks", "stage", "budget"), [(1, 0, 4096), (1, 0, 24), (2, 1, 4096), (2, 3, 4096)])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "budget"),
+    [(1, 0, 24), (2, 3, 4096), *(pytest.param(*split, 4096, marks=pytest.mark.soak) for split in ((1, 0), (2, 1)))],
+)
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus"])
 def test_kl_in_reward(tiny: Any, ranks: int, stage: int, budget: int, estimator: str) -> None:
     """On the fly where a group is its own baseline and fits; by a forward of its own otherwise (24 tokens; batch scale)."""
@@ -190,7 +193,10 @@ def two_steps(worker: LearnerWorker, groups: list[ScoredGroup]) -> tuple[list[Te
     return [first[0], second[0]], second[1], [step[2]["optim/grad_norm"] for step in (first, second)]
 
 
-@pytest.mark.parametrize(("ranks", "stage", "offload"), [(1, 0, False), (2, 1, False), (2, 2, True), (2, 3, True)])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "offload"),
+    [(1, 0, False), (2, 3, True), *(pytest.param(2, stage, stage > 1, marks=pytest.mark.soak) for stage in (1, 2))],
+)
 def test_adamw_is_torchs_given_equal_gradients(tiny: Any, ranks: int, stage: int, offload: bool) -> None:
     """Two clipped steps with decay; the gradients are the engine's own, so that only the optimizer is compared."""
     config = tiny(
